@@ -1,0 +1,238 @@
+"""The configuration tree: one dataclass per TOML section.
+
+Sections and keys that torchtitan 0.2 also has keep its names and meaning. The docstring under a field is
+its help text; it states the unit where there is one.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+
+@dataclass
+class Job:
+    config_file: str | None = None
+    """TOML file to read; keys given on the command line beat it."""
+    dump_folder: str = "./outputs"
+    """Folder for checkpoints, metrics, traces and caches."""
+    description: str = ""
+    """Free text, printed at the start of the run."""
+    print_config: bool = False
+    """Print the resolved configuration before training."""
+
+
+@dataclass
+class Model:
+    name: str = "qwen3_moe"
+    """Model family: deepseek_v3, kimi_k2, qwen3_moe, mixtral, gpt_oss, glm4_moe."""
+    flavor: str = "debug"
+    """Size within the family, for example debug or 30b_a3b."""
+    tokenizer: str = "bytes"
+    """'bytes', or the path of a tokenizer.json (or of a folder that holds one)."""
+    override: dict[str, Any] = field(default_factory=dict)
+    """Any field of the family's model config, for example num_experts = 16."""
+
+
+@dataclass
+class Optimizer:
+    name: Literal["AdamW"] = "AdamW"
+    """Optimizer."""
+    lr: float = 8e-4
+    """Peak learning rate."""
+    beta1: float = 0.9
+    """Decay of the first moment."""
+    beta2: float = 0.95
+    """Decay of the second moment."""
+    eps: float = 1e-8
+    """Added to the denominator."""
+    weight_decay: float = 0.1
+    """Decoupled weight decay; not applied to one-dimensional parameters."""
+    implementation: Literal["for-loop", "foreach", "fused"] = "fused"
+    """How the update runs; the same maths."""
+
+
+@dataclass
+class LRScheduler:
+    warmup_steps: int = 200
+    """Linear warm-up, in steps."""
+    decay_ratio: float | None = None
+    """Share of training.steps spent decaying; by default all steps after the warm-up."""
+    decay_type: Literal["linear", "sqrt", "cosine"] = "linear"
+    """Shape of the decay. With decay_ratio set this is the warm-up-stable-decay (wsd) schedule."""
+    min_lr_factor: float = 0.0
+    """Last learning rate as a share of the peak."""
+
+
+@dataclass
+class Training:
+    dataset: str = "stdlib"
+    """'stdlib', 'text', 'jsonl', 'parquet' or 'huggingface'."""
+    dataset_path: str | None = None
+    """File or folder of the dataset; not used by stdlib."""
+    local_batch_size: int = 8
+    """Sequences per process and forward pass."""
+    global_batch_size: int = -1
+    """Sequences per optimizer step, over all processes and accumulation; -1: no accumulation."""
+    seq_len: int = 2048
+    """Tokens per sequence."""
+    document_mask: bool = True
+    """Keep packed documents apart: no attention, loss or MTP label crosses a boundary."""
+    skip_bad_records: bool = False
+    """Skip and count broken records instead of stopping at the first."""
+    num_workers: int = 1
+    """Loader processes per training process; 0 loads in the training process."""
+    max_norm: float = 1.0
+    """Gradient clipping norm; 0 or less switches clipping off."""
+    steps: int = 1000
+    """Optimizer steps."""
+    dtype: Literal["float64", "float32", "bfloat16", "float16"] = "float32"
+    """Dtype of the parameters, and of compute unless mixed_precision_param says otherwise."""
+    mixed_precision_param: Literal["float64", "float32", "bfloat16", "float16"] | None = None
+    """Compute dtype; parameters stay in training.dtype. float16 turns on loss scaling."""
+    skip_nonfinite: int = 0
+    """Steps with a loss or gradient that is not finite to skip in a row before stopping."""
+    gc_freq: int = 50
+    """Steps between Python garbage collections; collection is off in between."""
+    seed: int = 0
+    """Seed of the initial weights, the data order and jitter."""
+
+
+@dataclass
+class Parallelism:
+    data_parallel_replicate_degree: int = 1
+    """Replicas of the sharded model (HSDP)."""
+    data_parallel_shard_degree: int = -1
+    """Processes that share one copy of the parameters (FSDP2); -1: the rest."""
+    fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
+    """Free gathered parameters after the forward pass; 'default' means always."""
+
+
+@dataclass
+class Moe:
+    dispatcher: Literal["local"] = "local"
+    """How tokens reach their experts."""
+    experts: Literal["grouped", "sequential"] = "grouped"
+    """'grouped': all experts in one grouped product; 'sequential': a loop, the slow oracle."""
+    force_balance: bool = False
+    """Route round-robin whatever the scores: for benchmarks only."""
+
+
+@dataclass
+class Checkpoint:
+    enable: bool = False
+    """Save checkpoints, and resume from the newest complete one."""
+    folder: str = "checkpoint"
+    """Folder under job.dump_folder."""
+    interval: int = 500
+    """Steps between checkpoints."""
+    keep_latest_k: int = 10
+    """Complete checkpoints to keep; 0 keeps all."""
+    load_step: int = -1
+    """Step to load; -1: the newest complete one."""
+    initial_load_path: str | None = None
+    """Checkpoint or Hugging Face folder to start from when the folder holds no checkpoint."""
+    initial_load_in_hf: bool = False
+    """initial_load_path is in Hugging Face format: weights only."""
+    last_save_in_hf: bool = False
+    """Also write the final weights in Hugging Face format."""
+
+
+@dataclass
+class ActivationCheckpoint:
+    mode: Literal["none", "full"] = "none"
+    """'full' recomputes each decoder layer in the backward pass."""
+
+
+@dataclass
+class Compile:
+    enable: bool = False
+    """Compile each decoder layer with torch.compile."""
+
+
+@dataclass
+class Validation:
+    enable: bool = False
+    """Evaluate on held-out text."""
+    dataset: str | None = None
+    """Dataset kind; by default training.dataset, split by a hash of each document's path."""
+    dataset_path: str | None = None
+    """File or folder; by default training.dataset_path."""
+    fraction: float = 0.05
+    """Share of the documents held out when training and validation share a dataset."""
+    freq: int = 100
+    """Steps between evaluations; the last step is always evaluated."""
+    steps: int = 16
+    """Batches of the training's local_batch_size x processes per evaluation; -1: all."""
+
+
+@dataclass
+class Metrics:
+    log_freq: int = 10
+    """Steps between console lines; metrics.jsonl has every step."""
+    enable_tensorboard: bool = True
+    """Write TensorBoard event files."""
+    save_tb_folder: str = "tb"
+    """Folder under job.dump_folder."""
+    enable_wandb: bool = False
+    """Log to Weights & Biases (needs the wandb package)."""
+    disable_color_printing: bool = False
+    """Plain console text."""
+
+
+@dataclass
+class Profiling:
+    enable_profiling: bool = False
+    """Write Chrome traces with torch.profiler."""
+    save_traces_folder: str = "profile_traces"
+    """Folder under job.dump_folder."""
+    profile_freq: int = 10
+    """Steps between traces; the last step of each cycle is recorded."""
+    enable_memory_snapshot: bool = False
+    """Write CUDA memory snapshots; needs a GPU."""
+    save_memory_snapshot_folder: str = "memory_snapshot"
+    """Folder under job.dump_folder."""
+
+
+@dataclass
+class Comm:
+    init_timeout_seconds: int = 300
+    """Timeout of the first collectives, in seconds."""
+    train_timeout_seconds: int = 100
+    """Timeout of collectives once the first step is done, in seconds."""
+
+
+@dataclass
+class Debug:
+    seed: int | None = None
+    """torchtitan's name for training.seed; beats it when set."""
+    deterministic: bool = False
+    """Use deterministic algorithms only."""
+    traceback: bool = False
+    """Show the traceback of errors that are reported in one line."""
+
+
+@dataclass
+class Plugins:
+    use: list[str] = field(default_factory=list)
+    """Plugins to apply, in this order."""
+
+
+@dataclass
+class JobConfig:
+    """The whole configuration of a run."""
+
+    job: Job = field(default_factory=Job)
+    model: Model = field(default_factory=Model)
+    optimizer: Optimizer = field(default_factory=Optimizer)
+    lr_scheduler: LRScheduler = field(default_factory=LRScheduler)
+    training: Training = field(default_factory=Training)
+    parallelism: Parallelism = field(default_factory=Parallelism)
+    moe: Moe = field(default_factory=Moe)
+    checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    activation_checkpoint: ActivationCheckpoint = field(default_factory=ActivationCheckpoint)
+    compile: Compile = field(default_factory=Compile)
+    validation: Validation = field(default_factory=Validation)
+    metrics: Metrics = field(default_factory=Metrics)
+    profiling: Profiling = field(default_factory=Profiling)
+    comm: Comm = field(default_factory=Comm)
+    debug: Debug = field(default_factory=Debug)
+    plugins: Plugins = field(default_factory=Plugins)
