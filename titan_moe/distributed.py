@@ -1,0 +1,128 @@
+"""Process-group helpers that also work without a group, as in a single-process run."""
+
+import os
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+
+def is_distributed() -> bool:
+    """Whether a process group exists."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def rank() -> int:
+    """Rank in the world: from the group, or from ``RANK`` before one exists, or 0."""
+    return dist.get_rank() if is_distributed() else int(os.environ.get("RANK", "0"))
+
+
+def world_size() -> int:
+    """Processes in the world: from the group, or from ``WORLD_SIZE`` before one exists, or 1."""
+    return dist.get_world_size() if is_distributed() else int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def local_rank() -> int:
+    """Rank within this machine, which is also the index of this process's device."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def init_process_group(device_type: str, timeout_seconds: float) -> None:
+    """Join the world described by the launcher's environment variables, or a world of one without them.
+
+    CPU tensors travel over gloo on every device type, so object collectives and checkpoints never touch the GPU.
+
+    Args:
+        device_type: ``cpu`` or ``cuda``. On ``cuda`` the current device becomes ``local_rank()``.
+        timeout_seconds: limit of one collective; ``set_timeout`` changes it later.
+    """
+    timeout = timedelta(seconds=timeout_seconds)
+    backend = "gloo"
+    if device_type == "cuda":
+        torch.cuda.set_device(local_rank())
+        backend = "cpu:gloo,cuda:nccl"
+    if "MASTER_ADDR" in os.environ:
+        dist.init_process_group(backend, timeout=timeout)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+
+
+def make_mesh(device_type: str, sizes: Sequence[int], names: Sequence[str]) -> DeviceMesh:
+    """A mesh over the whole world whose groups all carry the world's timeout.
+
+    Groups that a mesh creates fall back to torch's own defaults of 10 or 30 minutes.
+    """
+    mesh = init_device_mesh(device_type, tuple(sizes), mesh_dim_names=tuple(names))
+    set_timeout(timeout_seconds())
+    return mesh
+
+
+def timeout_seconds(group: dist.ProcessGroup | None = None) -> float:
+    """Timeout of a group (default: the world), in seconds."""
+    group = group or dist.group.WORLD
+    return group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+
+
+def all_groups() -> list[dist.ProcessGroup]:
+    """Every process group this rank belongs to, those of meshes included."""
+    return [group for group in distributed_c10d._world.pg_map if dist.get_rank(group) >= 0]
+
+
+def set_timeout(seconds: float) -> None:
+    """Set the timeout of every existing group. Call it again after creating one; does nothing without a group."""
+    if is_distributed():
+        for group in all_groups():
+            distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
+
+
+def all_reduce_sum(tensor: torch.Tensor) -> torch.Tensor:
+    """Sum ``tensor`` in place over all ranks and return it; without a group, return it as it is."""
+    if world_size() > 1:
+        dist.all_reduce(tensor)
+    return tensor
+
+
+def all_reduce_max(tensor: torch.Tensor) -> torch.Tensor:
+    """Take the maximum of ``tensor`` in place over all ranks and return it."""
+    if world_size() > 1:
+        dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+    return tensor
+
+
+def gather_objects(value: Any) -> list[Any]:
+    """The picklable ``value`` of every rank, in rank order, on every rank."""
+    if world_size() == 1:
+        return [value]
+    values: list[Any] = [None] * world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def broadcast_object(value: Any) -> Any:
+    """Rank 0's picklable ``value``, on every rank."""
+    if world_size() == 1:
+        return value
+    values = [value]
+    dist.broadcast_object_list(values, src=0)
+    return values[0]
+
+
+def barrier() -> None:
+    """Wait for all ranks; does nothing without a group."""
+    if world_size() > 1:
+        dist.barrier()
+
+
+def in_backward() -> bool:
+    """Whether the caller runs inside a backward pass, as the recomputation of a checkpointed forward does."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def destroy() -> None:
+    """Leave the world, if there is one."""
+    if is_distributed():
+        dist.destroy_process_group()
