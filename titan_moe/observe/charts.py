@@ -5,6 +5,7 @@ import json
 import math
 import struct
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
@@ -13,7 +14,8 @@ import numpy as np
 from titan_moe.observe.history import Binned
 
 WIDTH, HEIGHT = 600, 280
-LEFT, RIGHT, TOP, BOTTOM = 64, 14, 14, 44
+WIDE_WIDTH, WIDE_HEIGHT = 1216, 360
+LEFT, RIGHT, TOP, BOTTOM = 68, 14, 14, 44
 
 
 @dataclass
@@ -40,17 +42,20 @@ def short(value: float) -> str:
     for size, suffix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= size:
             return f"{value / size:.4g}{suffix}"
+    if 0 < abs(value) < 0.01:
+        digits, exponent = f"{value:.2e}".split("e")
+        return f"{float(digits):g}e{int(exponent)}"
     return f"{value:.4g}"
 
 
 class Frame:
     """The axes of one chart: maps data to pixels and draws grid, ticks and labels."""
 
-    def __init__(self, x_range: tuple[float, float], y_range: tuple[float, float], height: int = HEIGHT):
+    def __init__(self, x_range: tuple[float, float], y_range: tuple[float, float], width: int, height: int):
         self.x0, self.x1 = x_range
         self.y0, self.y1 = y_range
-        self.height = height
-        self.plot_width, self.plot_height = WIDTH - LEFT - RIGHT, height - TOP - BOTTOM
+        self.width, self.height = width, height
+        self.plot_width, self.plot_height = width - LEFT - RIGHT, height - TOP - BOTTOM
 
     def x(self, value):
         """Pixels from the left, for a number or an array."""
@@ -62,7 +67,7 @@ class Frame:
 
     def axes(self, x_label: str, y_label: str, x_ticks: list[float], y_ticks: list[float]) -> str:
         """Grid lines, tick labels and axis labels."""
-        bottom, right = self.height - BOTTOM, WIDTH - RIGHT
+        bottom, right = self.height - BOTTOM, self.width - RIGHT
         parts = []
         for value in y_ticks:
             y = self.y(value)
@@ -82,13 +87,23 @@ class Frame:
         return "".join(parts)
 
 
-def line_chart(series: list[Series], y_label: str, *, zero: bool = False, flags: list[float] = ()) -> str:
+def line_chart(
+    series: list[Series],
+    y_label: str,
+    *,
+    zero: bool = False,
+    whole: bool = False,
+    wide: bool = False,
+    flags: Sequence[float] = (),
+) -> str:
     """A chart of curves over steps.
 
     Args:
         series: the curves; those without a finite value are left out of the range.
         y_label: what is measured, with its unit.
         zero: start the y axis at 0.
+        whole: label the y axis at whole numbers only.
+        wide: a chart that spans the page.
         flags: steps to mark at the foot as not finite.
     """
     values = np.concatenate([v for s in series for v in (s.data.mean, s.data.low, s.data.high) if v is not None])
@@ -97,9 +112,12 @@ def line_chart(series: list[Series], y_label: str, *, zero: bool = False, flags:
     low = min(low, 0.0) if zero else low
     margin = 0.06 * (high - low) or 0.1 * abs(high) or 1.0
     x_values = np.concatenate([s.data.x for s in series])
-    frame = Frame((float(x_values.min()), float(x_values.max())), (low if zero else low - margin, high + margin))
+    width, height = (WIDE_WIDTH, WIDE_HEIGHT) if wide else (WIDTH, HEIGHT)
+    x_range, y_range = (float(x_values.min()), float(x_values.max())), (low if zero else low - margin, high + margin)
+    frame = Frame(x_range, y_range, width, height)
+    y_ticks = [t for t in ticks(frame.y0, frame.y1) if not whole or t == int(t)]
     x_ticks = [t for t in ticks(frame.x0, frame.x1, 7) if t == int(t)]
-    parts = [frame.axes("step", y_label, x_ticks, ticks(frame.y0, frame.y1))]
+    parts = [frame.axes("step", y_label, x_ticks, y_ticks)]
     for s in series:
         x = frame.x(s.data.x)
         if s.data.low is not None:
@@ -109,7 +127,7 @@ def line_chart(series: list[Series], y_label: str, *, zero: bool = False, flags:
         # A lone point draws no line.
         if s.markers or len(x) == 1:
             parts += [f'<circle class="dot {s.style}" cx="{a:.1f}" cy="{b:.1f}" r="3"/>' for a, b in _points(x, y)]
-    foot = HEIGHT - BOTTOM
+    foot = height - BOTTOM
     for step in flags:
         x = frame.x(step)
         parts.append(
@@ -120,7 +138,7 @@ def line_chart(series: list[Series], y_label: str, *, zero: bool = False, flags:
         "x1": frame.x1,
         "series": [{"name": s.name, "x": _numbers(s.data.x), "y": _numbers(s.data.mean)} for s in series],
     }
-    return _svg("chart", HEIGHT, "".join(parts), data) + _legend(series)
+    return _svg("chart", frame, "".join(parts), data) + _legend(series)
 
 
 def _points(x: np.ndarray, y: np.ndarray) -> list[tuple[float, float]]:
@@ -151,10 +169,10 @@ def _numbers(values: np.ndarray) -> list[float | None]:
     return [float(f"{v:.6g}") if math.isfinite(v) else None for v in values.tolist()]
 
 
-def _svg(kind: str, height: int, body: str, data: dict) -> str:
+def _svg(kind: str, frame: Frame, body: str, data: dict) -> str:
     return (
-        f'<svg class="{kind}" viewBox="0 0 {WIDTH} {height}" data-plot="{escape(json.dumps(data))}" role="img">'
-        f'{body}<line class="cursor" y1="{TOP}" y2="{height - BOTTOM}"/></svg>'
+        f'<svg class="{kind}" viewBox="0 0 {frame.width} {frame.height}" data-plot="{escape(json.dumps(data))}" role="img">'
+        f'{body}<line class="cursor" y1="{TOP}" y2="{frame.height - BOTTOM}"/></svg>'
     )
 
 
@@ -212,7 +230,7 @@ def heat_map(tokens: np.ndarray, first_step: int, width: int) -> str:
     experts, columns = tokens.shape
     height = TOP + BOTTOM + min(400, max(120, 12 * experts))
     last_step = first_step + columns * width
-    frame = Frame((first_step, last_step), (experts, 0), height)
+    frame = Frame((first_step, last_step), (experts, 0), WIDTH, height)
     image = base64.b64encode(png(load_levels(tokens))).decode()
     x_ticks = [t for t in ticks(first_step, last_step - 1, 7) if t == int(t)]
     y_ticks = [t for t in ticks(0, experts - 1, min(8, experts)) if t == int(t)]
@@ -222,7 +240,7 @@ def heat_map(tokens: np.ndarray, first_step: int, width: int) -> str:
     box = f'x="{LEFT}" y="{TOP}" width="{frame.plot_width}" height="{frame.plot_height}"'
     body += f'<image {box} preserveAspectRatio="none" href="data:image/png;base64,{image}"/>'
     data = {"x0": first_step, "width": width, "experts": experts, "columns": columns}
-    return _svg("heat", height, body, data)
+    return _svg("heat", frame, body, data)
 
 
 def heat_legend() -> str:

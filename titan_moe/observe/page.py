@@ -14,9 +14,9 @@ p { margin: 4px 0; color: var(--soft); max-width: 80ch; }
 .tiles { display: grid; grid-template-columns: repeat(auto-fill, minmax(185px, 1fr)); gap: 12px; margin-top: 20px; }
 .tile, .card { background: var(--card); border: 1px solid var(--rule); border-radius: 10px; padding: 12px 16px; }
 .tile b { display: block; font-size: 22px; font-variant-numeric: tabular-nums; }
-.tile span { color: var(--soft); font-size: 13px; }
+.tile b + span { color: var(--soft); font-size: 13px; }
 .charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(480px, 100%), 1fr)); gap: 14px; }
-.wide { grid-column: 1 / -1; } .wide .chart { max-height: 480px; }
+.wide { grid-column: 1 / -1; }
 svg { display: block; width: 100%; height: auto; }
 .grid { stroke: var(--rule); } .axis { stroke: var(--soft); } .cursor { stroke: var(--soft); visibility: hidden; }
 text { fill: var(--text); font-size: 13px; } .tick { fill: var(--soft); font-size: 12px; } .label { fill: var(--soft); }
@@ -44,7 +44,7 @@ th { color: var(--soft); font-weight: 600; } th:first-child, td:first-child { te
   font-variant-numeric: tabular-nums; }
 """
 
-# Geometry (L, R, T, B, W) is that of charts.py, filled in by the report.
+# Geometry (L, R, T, B) is that of charts.py, filled in by the report.
 SCRIPT = """
 const G = {geometry}, COLORS = {palette}, tip = document.getElementById("tip");
 const show = (event, text) => {
@@ -79,7 +79,7 @@ for (const svg of document.querySelectorAll("svg[data-plot]")) {
     const scale = Math.min(box.width / view.width, box.height / view.height);
     const px = (event.clientX - box.left - (box.width - view.width * scale) / 2) / scale;
     const py = (event.clientY - box.top - (box.height - view.height * scale) / 2) / scale;
-    const across = (px - G.L) / (G.W - G.L - G.R), down = (py - G.T) / (view.height - G.T - G.B);
+    const across = (px - G.L) / (view.width - G.L - G.R), down = (py - G.T) / (view.height - G.T - G.B);
     if (across < 0 || across > 1 || down < 0 || down > 1) { tip.style.display = cursor.style.visibility = ""; return; }
     if (!image) {
       const x = plot.x0 + across * (plot.x1 - plot.x0);
@@ -88,7 +88,7 @@ for (const svg of document.querySelectorAll("svg[data-plot]")) {
         return [s.x[i], s.name + "  " + format(s.y[i])];
       });
       const at = lines[0][0], span = plot.x1 - plot.x0 || 1;
-      cursor.setAttribute("x1", G.L + (at - plot.x0) / span * (G.W - G.L - G.R));
+      cursor.setAttribute("x1", G.L + (at - plot.x0) / span * (view.width - G.L - G.R));
       cursor.setAttribute("x2", cursor.getAttribute("x1"));
       cursor.style.visibility = "visible";
       show(event, "step " + Math.round(at) + "\\n" + lines.map(([step, text]) =>

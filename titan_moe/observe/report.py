@@ -61,7 +61,7 @@ def _page(folder: Path, history: History, config: dict[str, Any]) -> str:
         _moe_section(history),
         _config_section(config),
     ]
-    geometry = {"L": charts.LEFT, "R": charts.RIGHT, "T": charts.TOP, "B": charts.BOTTOM, "W": charts.WIDTH}
+    geometry = {"L": charts.LEFT, "R": charts.RIGHT, "T": charts.TOP, "B": charts.BOTTOM}
     script = SCRIPT.replace("{geometry}", json.dumps(geometry | {"range": charts.LOG2_RANGE}))
     script = script.replace("{palette}", json.dumps(charts.palette().tolist(), separators=(",", ":")))
     return (
@@ -122,7 +122,7 @@ def _training_charts(history: History) -> str:
         loss.append(curve("multi-token prediction", "mtp_loss", "d"))
     if validation.has("val_loss"):
         loss.append(Series("validation", subsample(validation["step"], validation["val_loss"]), "b", True))
-    cards = [_card("Loss", line_chart(loss, "loss (nats per token)", flags=flags), wide=True)]
+    cards = [_card("Loss", line_chart(loss, "loss (nats per token)", flags=flags, wide=True), wide=True)]
     per_byte = [("val_loss_per_byte", "Validation loss per byte", "loss (nats per byte)")]
     for key, title, label in per_byte:
         if validation.has(key) and not np.array_equal(validation[key], validation["val_loss"]):
@@ -137,7 +137,8 @@ def _training_charts(history: History) -> str:
         ("memory_gib", "Peak memory", "GiB", "c", True),
         ("data_wait_s", "Waiting for data", "seconds per step", "b", True),
     ):
-        if steps.has(key):
+        # Both are throughput times a constant: the one with more meaning is enough.
+        if steps.has(key) and not (key == "tflops" and steps.has("mfu")):
             cards.append(_card(title, line_chart([curve(title, key, style)], label, zero=zero)))
     return f'<div class="charts">{"".join(cards)}</div>'
 
@@ -155,7 +156,8 @@ def _moe_section(history: History) -> str:
     cards = [
         _card("Load imbalance", line_chart(imbalance, "busiest expert ÷ mean")),
         _card(
-            "Dead experts", line_chart([curve("all layers", "dead_experts", "b")], "experts without a token", zero=True)
+            "Dead experts",
+            line_chart([curve("all layers", "dead_experts", "b")], "experts without a token", zero=True, whole=True),
         ),
     ]
     if np.nanmax(steps["dropped"], initial=0.0) > 0:
