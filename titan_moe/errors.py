@@ -4,7 +4,11 @@ Every class is a ``ValueError``: library users catch it as one, the command line
 traceback and exits with code 2 (configuration) or 1 (anything found later).
 """
 
-from collections.abc import Iterable
+import os
+import sys
+import traceback
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from difflib import get_close_matches
 
 
@@ -36,3 +40,48 @@ def nearest(value: str, known: Iterable[str]) -> str:
     if close:
         return f" Did you mean {close[0]!r}?"
     return f" Known: {', '.join(names)}." if names else ""
+
+
+@contextmanager
+def reported(show_traceback: bool = False) -> Iterator[None]:
+    """Ends the process on an error, with one line on stderr: exit code 2 for a ConfigError, else 1.
+
+    Other exceptions than ``ValueError`` and ``OSError`` are faults of the program and keep their traceback.
+    Ctrl-C ends with 130 and a closed pipe with 141, as in a shell.
+
+    Args:
+        show_traceback: print the traceback above the line.
+    """
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
+    except BrokenPipeError:
+        # Python flushes stdout once more on its way out.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(141) from None
+    except (ValueError, OSError) as error:
+        if show_traceback:
+            traceback.print_exc()
+        print_error(describe(error))
+        raise SystemExit(exit_code(error)) from None
+
+
+def exit_code(error: Exception) -> int:
+    """2 for a configuration that cannot run, 1 for anything found later."""
+    return 2 if isinstance(error, ConfigError) else 1
+
+
+def print_error(message: str, rank: int | None = None) -> None:
+    """The one line an error ends in, on stderr."""
+    sys.stdout.flush()
+    where = "" if rank is None else f"rank {rank}: "
+    print(f"titan-moe: error: {where}{message}", file=sys.stderr, flush=True)
+
+
+def describe(error: BaseException) -> str:
+    """An exception as one line; one that is not ours also says its type and how to see where it came from."""
+    text = " ".join(str(error).split())
+    if isinstance(error, ConfigError | DataError | CheckpointError | TrainingError):
+        return text
+    return f"{type(error).__name__}: {text} (--debug.traceback shows where)"

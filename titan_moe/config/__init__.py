@@ -1,0 +1,23 @@
+"""Configuration: a tree of dataclasses, read from TOML and the command line. Imports no torch."""
+
+from titan_moe.config.job import JobConfig
+from titan_moe.config.load import from_dict, load_config, to_toml
+from titan_moe.config.validate import (
+    data_parallel_degrees,
+    model_overrides,
+    resolve_batch,
+    resolved_seed,
+    validate,
+)
+
+__all__ = [
+    "JobConfig",
+    "data_parallel_degrees",
+    "from_dict",
+    "load_config",
+    "model_overrides",
+    "resolve_batch",
+    "resolved_seed",
+    "to_toml",
+    "validate",
+]

@@ -37,7 +37,7 @@ class Optimizer:
     name: Literal["AdamW"] = "AdamW"
     """Optimizer."""
     lr: float = 8e-4
-    """Peak learning rate."""
+    """Peak learning rate, per optimizer step."""
     beta1: float = 0.9
     """Decay of the first moment."""
     beta2: float = 0.95
@@ -53,7 +53,7 @@ class Optimizer:
 @dataclass
 class LRScheduler:
     warmup_steps: int = 200
-    """Linear warm-up, in steps."""
+    """Linear warm-up, in steps; capped at training.steps."""
     decay_ratio: float | None = None
     """Share of training.steps spent decaying; by default all steps after the warm-up."""
     decay_type: Literal["linear", "sqrt", "cosine"] = "linear"
@@ -114,6 +114,26 @@ class Moe:
     """'grouped': all experts in one grouped product; 'sequential': a loop, the slow oracle."""
     force_balance: bool = False
     """Route round-robin whatever the scores: for benchmarks only."""
+    aux_loss_coef: float | None = None
+    """Load-balancing loss per micro-batch. This key and those below: None keeps the model's own value."""
+    seq_aux_loss_coef: float | None = None
+    """Load-balancing loss per sequence."""
+    global_aux_loss_coef: float | None = None
+    """Load-balancing loss over the whole step so far."""
+    z_loss_coef: float | None = None
+    """Loss on the mean squared logsumexp of the router's logits."""
+    bias_update_speed: float | None = None
+    """Step of the expert bias per optimizer step (balance without a loss)."""
+    capacity_factor: float | None = None
+    """An expert takes at most this many times its even share of tokens; the rest is dropped."""
+    drop_policy: Literal["probs", "position"] | None = None
+    """Tokens that stay within the capacity: the highest weights, or the first ones."""
+    pad_to_capacity: bool | None = None
+    """Fill every expert to its capacity, so that shapes are static."""
+    pad_counts_to: int | None = None
+    """Round each expert's tokens up to a multiple of this many (16 for fp8, 32 for mxfp8)."""
+    jitter: float | None = None
+    """Router input noise in training: factors drawn from [1 - jitter, 1 + jitter]."""
 
 
 @dataclass

@@ -1,0 +1,90 @@
+"""The ``titan-moe`` command: a table of subcommands, each imported when it is called."""
+
+import sys
+from collections.abc import Sequence
+
+from titan_moe import __version__
+from titan_moe.config import load_config, to_toml
+from titan_moe.errors import ConfigError, nearest, reported
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Runs one subcommand; ends the process with 0, 2 on a configuration error, 1 on any other."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    show_traceback = "--debug.traceback" in arguments
+    with reported(show_traceback):
+        if not arguments or arguments[0] in ("-h", "--help", "help"):
+            print(_help())
+        elif arguments[0] == "--version":
+            print(f"titan-moe {__version__}")
+        elif arguments[0] in COMMANDS:
+            COMMANDS[arguments[0]][0](arguments[1:])
+        else:
+            raise ConfigError(f"unknown command {arguments[0]!r}.{nearest(arguments[0], COMMANDS)}")
+
+
+def _train(argv: list[str]) -> None:
+    from titan_moe.launch import main as launch
+
+    launch(argv)
+
+
+def _config(argv: list[str]) -> None:
+    if argv and not argv[0].startswith("-"):
+        argv = ["--job.config_file", *argv]
+    print(to_toml(load_config(argv, program="titan-moe config [FILE]")), end="")
+
+
+def _doctor(argv: list[str]) -> None:
+    from titan_moe.doctor import doctor
+
+    if argv:
+        raise ConfigError(f"titan-moe doctor takes no arguments, got {' '.join(argv)!r}.")
+    doctor()
+
+
+def _tokenizer(argv: list[str]) -> None:
+    if not argv or argv[0] != "train":
+        raise ConfigError("the tokenizer command has one form: titan-moe tokenizer train --output FOLDER …")
+    import tyro
+
+    from titan_moe.data import train_tokenizer
+
+    path = tyro.cli(train_tokenizer, args=argv[1:], prog="titan-moe tokenizer train", use_underscores=True)
+    print(f"wrote {path}")
+
+
+def _report(argv: list[str]) -> None:
+    if len(argv) != 1 or argv[0].startswith("-"):
+        raise ConfigError("titan-moe report OUTPUT_DIR: name the run's job.dump_folder.")
+    from titan_moe.observe import write_report
+
+    print(f"wrote {write_report(argv[0])}")
+
+
+def _generate(argv: list[str]) -> None:
+    from titan_moe.generate import main as generate
+
+    generate(argv)
+
+
+COMMANDS = {
+    "train": (_train, "train a model; options as for run_train.sh (--help lists them), NGPU=n sets the processes"),
+    "generate": (_generate, "continue a text with a trained model: --checkpoint FOLDER --prompt TEXT"),
+    "report": (_report, "draw a run as one HTML file: report OUTPUT_DIR"),
+    "tokenizer": (_tokenizer, "make a tokenizer.json from a dataset: tokenizer train --output FOLDER"),
+    "config": (_config, "print the resolved configuration as TOML: config FILE [--section.key value …]"),
+    "doctor": (_doctor, "versions, devices, and which optional packages are there"),
+}
+
+
+def _help() -> str:
+    commands = "\n".join(f"  {name:<10} {text}" for name, (_, text) in COMMANDS.items())
+    return (
+        f"usage: titan-moe COMMAND …\n\n{commands}\n\n"
+        "titan-moe COMMAND --help lists a command's options. An error is one line; --debug.traceback shows where."
+    )
+
+
+if __name__ == "__main__":
+    main()

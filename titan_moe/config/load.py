@@ -1,0 +1,309 @@
+"""TOML and command line into one ``JobConfig``: command line beats TOML beats defaults.
+
+Both sources go through the same strict assignment, so they fail in the same words. tyro renders the help page.
+"""
+
+import ast
+import json
+import os
+import sys
+import tomllib
+from collections.abc import Sequence
+from dataclasses import Field, fields
+from difflib import get_close_matches
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin
+
+from titan_moe.config.job import JobConfig
+from titan_moe.errors import ConfigError, nearest
+
+OVERRIDE = "model.override"
+
+_NAMES = {
+    int: "a whole number (int)",
+    float: "a number (float)",
+    bool: "true or false (bool)",
+    str: "a string",
+    NoneType: "None",
+}
+
+_DESCRIPTION = """Train a Mixture-of-Experts model.
+
+Values given here beat those of the TOML file (--job.config_file), which beat the defaults. A boolean is switched
+on by its bare name and off by its no_ form. --model.override.FIELD VALUE sets any field of the model's
+configuration, for example --model.override.num_experts 16. NGPU=n in the environment sets the number of
+processes."""
+
+
+def load_config(argv: Sequence[str] | None = None, *, program: str = "run_train.sh") -> JobConfig:
+    """Reads the command line and the TOML file it names. ``--help`` prints every key and exits.
+
+    Args:
+        argv: arguments after the program's name; by default those of this process.
+        program: name shown in the help page.
+
+    Raises:
+        ConfigError: unknown name, wrong type, or a file that cannot be read; the message names the source,
+            the key, the value and the nearest legal one.
+    """
+    argv = sys.argv[1:] if argv is None else argv
+    if "-h" in argv or "--help" in argv:
+        _print_help(program)
+    given = _read_command_line(argv)
+    config = JobConfig()
+    path = given.get("job.config_file")
+    if path is not None:
+        _assign_tree(config, _read_toml(path), path)
+    for key, value in given.items():
+        _assign(config, key, value, "command line")
+    config.job.config_file = path
+    return config
+
+
+def from_dict(tree: dict[str, Any], source: str = "saved configuration") -> JobConfig:
+    """The configuration whose ``dataclasses.asdict`` is ``tree``.
+
+    Raises:
+        ConfigError: unknown name or wrong type; the message names ``source``.
+    """
+    config = JobConfig()
+    _assign_tree(config, tree, source)
+    return config
+
+
+def option_fields() -> dict[str, Field]:
+    """Every legal ``section.key`` with its dataclass field, in the order of the dataclasses."""
+    return {
+        f"{section.name}.{field.name}": field
+        for section in fields(JobConfig)
+        for field in fields(section.default_factory)
+    }
+
+
+def to_toml(config: JobConfig) -> str:
+    """The configuration as TOML that ``load_config`` reads back to an equal one; unset keys are comments."""
+    lines = []
+    for section in fields(config):
+        lines.append(f"[{section.name}]")
+        tables = []
+        values = getattr(config, section.name)
+        for field in fields(values):
+            value = getattr(values, field.name)
+            if isinstance(value, dict):
+                tables += [f"[{section.name}.{field.name}]", *(_toml_entry(k, v) for k, v in value.items())]
+            else:
+                lines.append(_toml_entry(field.name, value))
+        lines += [*tables, ""]
+    return "\n".join(lines)
+
+
+def _print_help(program: str) -> None:
+    import tyro
+
+    tyro.cli(JobConfig, args=["--help"], prog=program, description=_DESCRIPTION, use_underscores=True)
+
+
+def _read_command_line(argv: Sequence[str]) -> dict[str, Any]:
+    """Option name to value, typed; the last of a repeated option counts."""
+    legal = option_fields()
+    given: dict[str, Any] = {}
+    rest = list(argv)
+    while rest:
+        token = rest.pop(0)
+        if not token.startswith("--") or token == "--":
+            raise ConfigError(f"command line: unexpected {token!r}. Options are written --section.key value.")
+        name, equals, inline = token[2:].partition("=")
+        key = name.replace("-", "_")
+        words = [inline] if equals else []
+        while not equals and rest and not rest[0].startswith("--"):
+            words.append(rest.pop(0))
+
+        section, _, last = key.rpartition(".")
+        positive = f"{section}.{last.removeprefix('no_')}"
+        if key.startswith(f"{OVERRIDE}."):
+            given[key] = _literal(_single(name, words)) if words else True
+        elif key in legal and key != OVERRIDE:
+            given[key] = _parse(name, words, legal[key].type)
+        elif last.startswith("no_") and positive in legal and bool in _arms(legal[positive].type):
+            if words:
+                raise ConfigError(f"command line: --{name} takes no value, got {' '.join(words)!r}.")
+            given[positive] = False
+        else:
+            raise ConfigError(f"command line: unknown option --{name}.{_suggest(key, '--')}")
+    return given
+
+
+def _parse(name: str, words: list[str], kind: Any) -> Any:
+    """The words after an option, as a value of its type; a word that does not fit is left for _assign to refuse."""
+    if get_origin(kind) is list:
+        return words
+    arms = _arms(kind)
+    if bool in arms:
+        if not words:
+            return True
+        word = _single(name, words)
+        if word.lower() in ("true", "false"):
+            return word.lower() == "true"
+        if not (word == "None" and NoneType in arms):
+            section, _, key = name.rpartition(".")
+            raise ConfigError(
+                f"command line: --{name} takes no value, got {word!r}. Write --{name} or --{section}.no_{key}."
+            )
+    if not words:
+        raise ConfigError(f"command line: --{name} needs a value: {_describe(kind)}.")
+    word = _single(name, words)
+    if word == "None" and NoneType in arms:
+        return None
+    for number in (int, float):
+        if number in arms:
+            try:
+                return number(word)
+            except ValueError:
+                return word
+    return word
+
+
+def _single(name: str, words: list[str]) -> str:
+    if len(words) > 1:
+        raise ConfigError(
+            f"command line: --{name} takes one value, got {' '.join(words)!r}. Quote a value that holds spaces."
+        )
+    return words[0]
+
+
+def _literal(word: str) -> Any:
+    """An override's value: a Python or TOML literal, else the word itself."""
+    if word.lower() in ("true", "false"):
+        return word.lower() == "true"
+    try:
+        value = ast.literal_eval(word)
+    except (ValueError, SyntaxError):
+        return word
+    return value if value is None or isinstance(value, bool | int | float | str | list | dict) else word
+
+
+def _assign_tree(config: JobConfig, tree: dict[str, Any], source: str) -> None:
+    for section, table in tree.items():
+        known = [field.name for field in fields(config)]
+        if section not in known:
+            if not isinstance(table, dict):
+                raise ConfigError(f"{source}: {section} = {table!r} stands outside any section.{_suggest(section)}")
+            raise ConfigError(f"{source}: unknown section [{section}].{nearest(section, known)}")
+        if not isinstance(table, dict):
+            raise ConfigError(f"{source}: {section} = {table!r}: expected a section, [{section}], with keys under it.")
+        for key, value in table.items():
+            _assign(config, f"{section}.{key}", value, source)
+
+
+def _read_toml(path: str) -> dict[str, Any]:
+    try:
+        with open(path, "rb") as file:
+            return tomllib.load(file)
+    except FileNotFoundError:
+        folder, name = os.path.split(path)
+        found = [entry for entry in _listing(folder or ".") if entry.endswith(".toml")]
+        raise ConfigError(f"{path}: no such file.{nearest(name, found)}") from None
+    except IsADirectoryError:
+        found = [entry for entry in _listing(path) if entry.endswith(".toml")]
+        listing = f" It holds {', '.join(sorted(found)[:10])}." if found else ""
+        raise ConfigError(f"{path}: is a directory; name a TOML file.{listing}") from None
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror}).") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: not a TOML file: not UTF-8 text at byte {error.start}.") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path}: not valid TOML: {error}.") from None
+
+
+def _listing(folder: str) -> list[str]:
+    return os.listdir(folder) if os.path.isdir(folder) else []
+
+
+def _assign(config: JobConfig, key: str, value: Any, source: str) -> None:
+    section, _, name = key.partition(".")
+    legal = option_fields()
+    if name.startswith("override.") and section == "model":
+        config.model.override[name.removeprefix("override.")] = value
+    elif key not in legal:
+        raise ConfigError(f"{source}: unknown key {key}.{_suggest(key)}")
+    else:
+        kind = legal[key].type
+        fits, converted = _convert(value, kind)
+        if not fits:
+            choices = [choice for arm in _arms(kind) if get_origin(arm) is Literal for choice in get_args(arm)]
+            close = get_close_matches(str(value), choices, n=1)
+            near = f" Did you mean {close[0]!r}?" if close else ""
+            raise ConfigError(f"{source}: {key} = {value!r}: expected {_describe(kind)}.{near}")
+        setattr(getattr(config, section), name, converted)
+
+
+def _convert(value: Any, kind: Any) -> tuple[bool, Any]:
+    """Whether the value fits the annotation, and the value to store. An int fits a float; a bool fits no number."""
+    origin = get_origin(kind)
+    if origin in (Union, UnionType):
+        for arm in get_args(kind):
+            fits, converted = _convert(value, arm)
+            if fits:
+                return True, converted
+        return False, value
+    if origin is Literal:
+        return isinstance(value, str) and value in get_args(kind), value
+    if origin is list:
+        (item,) = get_args(kind)
+        return isinstance(value, list) and all(_convert(entry, item)[0] for entry in value), value
+    if origin is dict:
+        return isinstance(value, dict), value
+    if kind is float and type(value) is int:
+        return True, float(value)
+    return type(value) is kind, value
+
+
+def _arms(kind: Any) -> tuple[Any, ...]:
+    return get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
+
+
+def _describe(kind: Any) -> str:
+    origin = get_origin(kind)
+    if origin in (Union, UnionType):
+        return " or ".join(_describe(arm) for arm in get_args(kind))
+    if origin is Literal:
+        return "one of " + ", ".join(repr(choice) for choice in get_args(kind))
+    if origin is list:
+        return "a list of strings"
+    if origin is dict:
+        return "a table"
+    return _NAMES[kind]
+
+
+def _suggest(key: str, prefix: str = "") -> str:
+    """The nearest legal name: in its own section, else the same key in another section, else anywhere."""
+    legal = list(option_fields())
+    section, _, name = key.rpartition(".")
+    last = {option: option.rpartition(".")[2] for option in legal}
+    own = [option for option in legal if option.startswith(f"{section}.")] if section else legal
+    close = get_close_matches(name, [last[option] for option in own], n=1)
+    same = [option for option in own if close and last[option] == close[0]]
+    same = (
+        same or [option for option in legal if last[option] == name] or get_close_matches(key, legal, n=1, cutoff=0.7)
+    )
+    if same:
+        return f" Did you mean {prefix}{same[0]}?"
+    sections = {option.partition(".")[0] for option in legal}
+    return nearest(name, [last[option] for option in own]) if section in sections else nearest(section or key, sections)
+
+
+def _toml_entry(key: str, value: Any) -> str:
+    name = key if key.replace("_", "").isalnum() and key.isascii() else _toml(key)
+    return f"# {name}: None" if value is None else f"{name} = {_toml(value)}"
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_toml, value))}]"
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{_toml(k)} = {_toml(v)}' for k, v in value.items())}}}"
+    return repr(value)

@@ -1,0 +1,229 @@
+"""Every rule that a configuration must keep, and the values derived from several keys at once."""
+
+import importlib.util
+import math
+import os
+import tempfile
+from dataclasses import fields
+from typing import Any
+
+from titan_moe.config.job import JobConfig
+from titan_moe.errors import ConfigError, nearest
+
+DATASETS = ("stdlib", "text", "jsonl", "parquet", "huggingface")
+
+_AT_LEAST = {
+    "training.steps": 1,
+    "training.seq_len": 1,
+    "training.local_batch_size": 1,
+    "training.num_workers": 0,
+    "training.skip_nonfinite": 0,
+    "training.gc_freq": 1,
+    "training.seed": 0,
+    "optimizer.weight_decay": 0,
+    "lr_scheduler.warmup_steps": 0,
+    "parallelism.data_parallel_replicate_degree": 1,
+    "checkpoint.interval": 1,
+    "checkpoint.keep_latest_k": 0,
+    "checkpoint.load_step": -1,
+    "validation.freq": 1,
+    "metrics.log_freq": 1,
+    "profiling.profile_freq": 1,
+    "comm.init_timeout_seconds": 1,
+    "comm.train_timeout_seconds": 1,
+    "debug.seed": 0,
+}
+_POSITIVE = ("optimizer.lr", "optimizer.eps")
+_SHARES = ("lr_scheduler.decay_ratio", "lr_scheduler.min_lr_factor")
+_BETAS = ("optimizer.beta1", "optimizer.beta2")
+
+
+def validate(config: JobConfig, world_size: int = 1) -> None:
+    """Refuses what cannot run, before any process group exists. Creates ``job.dump_folder``.
+
+    Args:
+        config: what load_config returned.
+        world_size: processes of the job.
+
+    Raises:
+        ConfigError: the value, the rule and the way out.
+    """
+    _check_ranges(config)
+    _check_precision(config)
+    _check_data(config)
+    _check_checkpoint(config)
+    replicate, shard = data_parallel_degrees(config, world_size)
+    resolve_batch(config, replicate * shard)
+    if config.metrics.enable_wandb:
+        _need("wandb", "metrics.enable_wandb", "titan_moe[wandb]")
+    _check_writable(config.job.dump_folder)
+
+
+def resolved_seed(config: JobConfig) -> int:
+    """The run's seed: ``debug.seed`` when set, else ``training.seed``."""
+    return config.training.seed if config.debug.seed is None else config.debug.seed
+
+
+def model_overrides(config: JobConfig) -> dict[str, Any]:
+    """Fields of the model's configuration that the run sets: ``[moe]`` keys, then ``[model.override]`` on top."""
+    moe = {field.name: getattr(config.moe, field.name) for field in fields(config.moe)}
+    if moe.pop("force_balance"):
+        moe["selection"] = "round_robin"
+    return {name: value for name, value in moe.items() if value is not None} | config.model.override
+
+
+def resolve_batch(config: JobConfig, dp_size: int) -> int:
+    """Forward passes accumulated per optimizer step.
+
+    Args:
+        config: the run's configuration.
+        dp_size: processes that read different data.
+
+    Raises:
+        ConfigError: the global batch is not a multiple of local batch x processes.
+    """
+    total, local = config.training.global_batch_size, config.training.local_batch_size
+    one_pass = local * dp_size
+    if total == -1:
+        return 1
+    if total < 1 or total % one_pass:
+        below = total // one_pass * one_pass
+        near = " or ".join(str(size) for size in (below, below + one_pass) if size > 0) if total > 0 else str(one_pass)
+        fits = 0 < total < one_pass and total % dp_size == 0
+        smaller = f" Or set training.local_batch_size = {total // dp_size}." if fits else ""
+        raise ConfigError(
+            f"training.global_batch_size = {total} is not a multiple of training.local_batch_size x data-parallel "
+            f"processes = {local} x {dp_size} = {one_pass}. Nearest legal: {near}; -1 means {one_pass}.{smaller}"
+        )
+    return total // one_pass
+
+
+def data_parallel_degrees(config: JobConfig, world_size: int) -> tuple[int, int]:
+    """``(replicate, shard)`` with ``replicate * shard == world_size``; a shard degree of -1 takes the rest.
+
+    Raises:
+        ConfigError: with both factorizations and the nearest legal ones.
+    """
+    replicate = config.parallelism.data_parallel_replicate_degree
+    shard = config.parallelism.data_parallel_shard_degree
+    if replicate >= 1 and shard == -1 and world_size % replicate == 0:
+        return replicate, world_size // replicate
+    if replicate >= 1 and shard >= 1 and replicate * shard == world_size:
+        return replicate, shard
+    wanted = f"{replicate} x {shard} = {replicate * shard}" if shard != -1 else f"{replicate} x the rest"
+    target = shard if shard > 0 else max(1, world_size // max(1, replicate))
+    legal = [(r, world_size // r) for r in range(1, world_size + 1) if world_size % r == 0]
+    legal.sort(key=lambda pair: (abs(pair[0] - replicate) + abs(pair[1] - target), pair))
+    near = ", ".join(f"{r} x {s}" for r, s in legal[:3])
+    raise ConfigError(
+        f"parallelism.data_parallel_replicate_degree x data_parallel_shard_degree = {wanted}, "
+        f"but the job has {world_size} processes. Nearest legal: {near}."
+    )
+
+
+def _value(config: JobConfig, key: str) -> Any:
+    section, _, name = key.partition(".")
+    return getattr(getattr(config, section), name)
+
+
+def _check_ranges(config: JobConfig) -> None:
+    for section in fields(config):
+        for field in fields(getattr(config, section.name)):
+            value = _value(config, f"{section.name}.{field.name}")
+            if isinstance(value, float) and not math.isfinite(value):
+                raise ConfigError(f"{section.name}.{field.name} = {value}: must be finite.")
+    for key, least in _AT_LEAST.items():
+        value = _value(config, key)
+        if value is not None and value < least:
+            raise ConfigError(f"{key} = {value}: must be at least {least}.")
+    for key in _POSITIVE:
+        if _value(config, key) <= 0:
+            raise ConfigError(f"{key} = {_value(config, key)}: must be greater than 0.")
+    for key in _SHARES:
+        value = _value(config, key)
+        if value is not None and not 0 <= value <= 1:
+            raise ConfigError(f"{key} = {value}: must be a share between 0 and 1.")
+    for key in _BETAS:
+        if not 0 <= _value(config, key) < 1:
+            raise ConfigError(f"{key} = {_value(config, key)}: must be at least 0 and less than 1.")
+    for key in ("training.seed", "debug.seed"):
+        value = _value(config, key)
+        if value is not None and value >= 2**63:
+            raise ConfigError(f"{key} = {value}: must be less than 2**63.")
+
+
+def _check_precision(config: JobConfig) -> None:
+    if config.training.dtype == "float16":
+        raise ConfigError(
+            "training.dtype = 'float16': parameters and AdamW's second moment underflow in float16. "
+            "Set training.dtype = 'float32' and training.mixed_precision_param = 'float16' (with loss scaling)."
+        )
+
+
+def _check_data(config: JobConfig) -> None:
+    training, validation = config.training, config.validation
+    _check_dataset("training", training.dataset, training.dataset_path)
+    if validation.enable:
+        own = validation.dataset is not None
+        kind = validation.dataset if own else training.dataset
+        path = validation.dataset_path or (None if own else training.dataset_path)
+        _check_dataset("validation", kind, path)
+        if validation.steps < 1 and validation.steps != -1:
+            raise ConfigError(f"validation.steps = {validation.steps}: must be at least 1, or -1 for all batches.")
+        if not 0 < validation.fraction < 1:
+            raise ConfigError(f"validation.fraction = {validation.fraction}: must be between 0 and 1, both excluded.")
+
+    tokenizer = config.model.tokenizer
+    if tokenizer != "bytes":
+        file = os.path.join(tokenizer, "tokenizer.json") if os.path.isdir(tokenizer) else tokenizer
+        if not os.path.isfile(file):
+            raise ConfigError(
+                f"model.tokenizer = {tokenizer!r}: no such file: {file}. Name a tokenizer.json or its folder, "
+                "or use 'bytes'."
+            )
+
+
+def _check_dataset(section: str, kind: str, path: str | None) -> None:
+    if kind not in DATASETS:
+        raise ConfigError(f"{section}.dataset = {kind!r}: unknown dataset.{nearest(kind, DATASETS)}")
+    if kind == "huggingface":
+        _need("datasets", f"{section}.dataset = 'huggingface'", "titan_moe[hf]")
+    if kind == "parquet":
+        _need("pyarrow", f"{section}.dataset = 'parquet'", "titan_moe[parquet]")
+    if kind == "stdlib":
+        return
+    if path is None:
+        raise ConfigError(
+            f"{section}.dataset = {kind!r} needs {section}.dataset_path. Name a file or folder, "
+            f"or set {section}.dataset = 'stdlib'."
+        )
+    if not os.path.exists(path):
+        raise ConfigError(f"{section}.dataset_path = {path!r}: no such file or folder.")
+
+
+def _check_checkpoint(config: JobConfig) -> None:
+    checkpoint = config.checkpoint
+    path = checkpoint.initial_load_path
+    if path is not None and not os.path.exists(path):
+        raise ConfigError(f"checkpoint.initial_load_path = {path!r}: no such file or folder.")
+    if checkpoint.initial_load_in_hf and path is None:
+        raise ConfigError("checkpoint.initial_load_in_hf needs checkpoint.initial_load_path: the folder to read.")
+    if path is not None and not checkpoint.enable:
+        raise ConfigError("checkpoint.initial_load_path needs checkpoint.enable. Add --checkpoint.enable.")
+
+
+def _need(module: str, key: str, extra: str) -> None:
+    if importlib.util.find_spec(module) is None:
+        raise ConfigError(f"{key} needs the package {module}, which is not installed: pip install '{extra}'.")
+
+
+def _check_writable(folder: str) -> None:
+    try:
+        os.makedirs(folder, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise ConfigError(
+            f"job.dump_folder = {folder!r}: cannot be written ({reason}). Name a folder you can write to."
+        ) from None

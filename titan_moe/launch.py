@@ -1,0 +1,112 @@
+"""``titan-moe train``: one process here, or NGPU processes through torchrun."""
+
+import logging
+import math
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from titan_moe.config import JobConfig, load_config, validate
+from titan_moe.errors import ConfigError, print_error, reported
+from titan_moe.train import LAUNCHED
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+
+def main(argv: Sequence[str]) -> None:
+    """Reads the configuration once, so that its errors show once, then trains; ends the process on an error."""
+    with reported("--debug.traceback" in argv):
+        config = load_config(argv)
+        processes = process_count()
+        if processes > 1:
+            validate(config, processes)
+    if processes == 1:
+        # In place of this process, so that signals and exit codes need no passing on.
+        sys.stdout.flush()
+        os.execv(sys.executable, [sys.executable, "-m", "titan_moe.train", *argv])
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // processes)))
+    raise SystemExit(_torchrun(argv, processes, config))
+
+
+def process_count() -> int:
+    """``NGPU`` from the environment, else the GPUs that nvidia-smi lists, else 1.
+
+    Raises:
+        ConfigError: NGPU is not a positive number.
+    """
+    asked = os.environ.get("NGPU")
+    if asked:
+        if not asked.isdecimal() or int(asked) < 1:
+            raise ConfigError(f"NGPU = {asked!r}: expected the number of processes, at least 1.")
+        return int(asked)
+    try:
+        listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False).stdout
+    except FileNotFoundError:
+        return 1
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    present = sum(line.startswith("GPU ") for line in listing.splitlines())
+    if visible is not None:
+        present = min(present, len([entry for entry in visible.split(",") if entry.strip()]))
+    return max(1, present)
+
+
+def _torchrun(argv: Sequence[str], processes: int, config: JobConfig) -> int:
+    """Runs the ranks and returns the exit code; the last line names the first rank that failed, and why."""
+    from torch.distributed import run
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    # After a rank has failed, the others may sit in a collective until its timeout.
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(config.comm.train_timeout_seconds))
+    os.environ[LAUNCHED] = "1"
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    options = ["--standalone", f"--nproc_per_node={processes}", "--signals_to_handle=SIGHUP,SIGQUIT"]
+    args = run.parse_args([*options, "-m", "titan_moe.train", *argv])
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _pass_on)
+    try:
+        run.run(args)
+    except ChildFailedError as error:
+        rank, failure = min(error.failures.items(), key=lambda item: _failed_at(item[1]))
+        message = failure.message
+        if isinstance(message, dict):
+            message = message["message"]
+        elif failure.exitcode > 0:
+            message = f"exit code {failure.exitcode}; its own message is above"
+        print_error(message, rank)
+        return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+def _failed_at(failure: "ProcessFailure") -> float:
+    """Seconds since the epoch, exact where torchrun rounds: the others fail within the second."""
+    message = failure.message
+    if isinstance(message, dict):
+        return message["extraInfo"].get("time", failure.timestamp)
+    # A rank that was killed left no time; its peers only noticed. SIGTERM and SIGABRT come after another's failure.
+    return 0.0 if failure.exitcode < 0 and -failure.exitcode not in (signal.SIGTERM, signal.SIGABRT) else math.inf
+
+
+def _pass_on(number: int, frame) -> None:
+    """The first signal goes to the ranks, which save and leave in their own time; the second ends them."""
+    signal.signal(number, signal.default_int_handler)
+    for rank in _children():
+        os.kill(rank, number)
+
+
+def _children() -> list[int]:
+    parents = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            # pid (name) state parent …; the name may hold spaces and parentheses.
+            parents[int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
+        except OSError:
+            continue  # it ended meanwhile
+    return [pid for pid, parent in parents.items() if parent == os.getpid()]
