@@ -1,0 +1,94 @@
+"""Model families: one file each, plain modules, built by name on any device."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from titan_moe.errors import ConfigError, nearest
+from titan_moe.models import deepseek_v3, glm4_moe, gpt_oss, mixtral, qwen3_moe
+from titan_moe.models.base import Decoder, ModelConfig, override_config
+from titan_moe.models.init import init_parameters
+from titan_moe.models.loss import Losses, token_losses
+
+__all__ = [
+    "FAMILIES",
+    "Decoder",
+    "Family",
+    "Losses",
+    "ModelConfig",
+    "build",
+    "config",
+    "from_config",
+    "init_parameters",
+    "token_losses",
+]
+
+
+@dataclass(frozen=True)
+class Family:
+    """A model family: its module and the configs of its published sizes."""
+
+    model: type[Decoder]
+    flavors: dict[str, ModelConfig]
+
+
+FAMILIES = {
+    "deepseek_v3": Family(deepseek_v3.DeepseekV3, deepseek_v3.FLAVORS),
+    "kimi_k2": Family(deepseek_v3.DeepseekV3, deepseek_v3.KIMI_K2_FLAVORS),
+    "qwen3_moe": Family(qwen3_moe.Qwen3Moe, qwen3_moe.FLAVORS),
+    "mixtral": Family(mixtral.Mixtral, mixtral.FLAVORS),
+    "gpt_oss": Family(gpt_oss.GptOss, gpt_oss.FLAVORS),
+    "glm4_moe": Family(glm4_moe.Glm4Moe, glm4_moe.FLAVORS),
+}
+
+
+def config(family: str, flavor: str, **override: Any) -> ModelConfig:
+    """The config of a published size, with fields of it or of its MoEConfig overridden.
+
+    Raises:
+        ConfigError: on an unknown family, flavor or field, a wrong type, or sizes that do not fit together.
+    """
+    if family not in FAMILIES:
+        raise ConfigError(f"model.name = {family!r}: unknown family.{nearest(family, FAMILIES)}")
+    flavors = FAMILIES[family].flavors
+    if flavor not in flavors:
+        raise ConfigError(f"model.flavor = {flavor!r}: unknown flavor of {family}.{nearest(flavor, flavors)}")
+    return override_config(flavors[flavor], override)
+
+
+def from_config(model_config: ModelConfig, *, seed: int | None = 0) -> Decoder:
+    """The model of a config, on the current default device and dtype.
+
+    Args:
+        model_config: of any family.
+        seed: of the initial weights; None leaves them uninitialised, for weights that are about to be loaded.
+            Buffers are set in any case. On meta nothing is initialised.
+    """
+    device = torch.get_default_device()
+    with torch.device("meta"):
+        model = FAMILIES[model_config.family].model(model_config)
+    if device.type == "meta":
+        return model
+    model.to_empty(device=device)
+    if seed is not None:
+        init_parameters(model, seed)
+    else:
+        for buffer in model.buffers():
+            buffer.zero_()
+    return model
+
+
+def build(family: str, flavor: str, *, seed: int = 0, **override: Any) -> Decoder:
+    """A model by name, on the current default device and dtype; on meta without values.
+
+    Args:
+        family: a key of ``FAMILIES``.
+        flavor: a size of that family, such as ``"debug"``.
+        seed: of the initial weights.
+        **override: fields of the family's config or of MoEConfig, such as ``num_experts=16``.
+
+    Raises:
+        ConfigError: see ``config``.
+    """
+    return from_config(config(family, flavor, **override), seed=seed)

@@ -1,0 +1,187 @@
+"""Causal attention through ``scaled_dot_product_attention``: grouped-query and multi-head latent.
+
+Shapes: B sequences, S positions, H query heads, K dims of a query or key head, V dims of a value head, D model dim.
+"""
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from titan_moe.models.rope import rotate, yarn_mscale
+
+if TYPE_CHECKING:
+    from titan_moe.models.base import ModelConfig
+    from titan_moe.models.deepseek_v3 import DeepseekV3Config
+
+
+@dataclass
+class ForwardContext:
+    """What all layers of one forward pass share.
+
+    A plain object, not a tuple: mixed precision would cast the tables of a tuple down to bf16.
+    """
+
+    cos: Tensor
+    sin: Tensor
+    valid_BS: Tensor | None = None
+    """Real tokens; None: all."""
+    masks: dict[int | None, Tensor | None] = field(default_factory=dict)
+    """Additive mask per sliding window, None for the whole past; see ``attention_mask``."""
+
+
+def attention_mask(
+    seq_len: int,
+    document_ids_BS: Tensor | None,
+    window: int | None,
+    sink: bool,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> Tensor | None:
+    """Additive mask ``[B or 1, 1, S, S]`` (0 or -inf); None where plain causal attention needs none.
+
+    Additive in the compute dtype, since kernels convert a boolean one in every layer, and keep the result.
+
+    Args:
+        seq_len: positions S.
+        document_ids_BS: positions see only those with an equal id.
+        window: positions see at most this many, themselves included; None: all earlier ones.
+        sink: append the column of the attention sink, seen by all.
+    """
+    if document_ids_BS is None and not sink and (window is None or window >= seq_len):
+        return None
+    position = torch.arange(seq_len, device=device)
+    distance = position[:, None] - position
+    seen = distance >= 0
+    if window is not None:
+        seen = seen & (distance < window)
+    seen = seen[None, None]
+    if document_ids_BS is not None:
+        seen = seen & (document_ids_BS[:, None, :, None] == document_ids_BS[:, None, None, :])
+    mask = torch.zeros(seen.shape, device=device, dtype=dtype).masked_fill_(~seen, float("-inf"))
+    return F.pad(mask, (0, 1)) if sink else mask
+
+
+def attend(
+    q_BSHK: Tensor, k_BSGK: Tensor, v_BSGV: Tensor, mask: Tensor | None, scale: float, sinks_H: Tensor | None = None
+) -> Tensor:
+    """Softmax attention, ``[B, S, H * V]``; G key-value heads, each shared by H / G query heads.
+
+    A sink is a logit without a value in each row's softmax (GPT-OSS). It enters as one more key: 8 extra dims
+    are 0 in every key but that one, whose first is 1; there the query holds sink / scale.
+    """
+    B, S, H, K = q_BSHK.shape
+    G, V = v_BSGV.shape[2:]
+    if sinks_H is not None:
+        extra = F.pad((sinks_H / scale).to(q_BSHK.dtype)[:, None], (0, 7))
+        q_BSHK = torch.cat((q_BSHK, extra.expand(B, S, H, 8)), dim=-1)
+        k_BSGK = F.pad(k_BSGK, (0, 8, 0, 0, 0, 1))
+        one_hot = torch.zeros(K + 8, device=k_BSGK.device, dtype=k_BSGK.dtype)
+        one_hot[K] = 1
+        k_BSGK = torch.cat((k_BSGK[:, :S], one_hot.expand(B, 1, G, K + 8)), dim=1)
+        v_BSGV = F.pad(v_BSGV, (0, 0, 0, 0, 0, 1))
+    on_cpu = q_BSHK.device.type == "cpu"
+    if on_cpu and q_BSHK.shape[-1] > v_BSGV.shape[-1]:
+        # The fused CPU kernel wants one head dim; without it the whole S x S matrix is kept.
+        v_BSGV = F.pad(v_BSGV, (0, q_BSHK.shape[-1] - V))
+    if mask is not None and G != H and not on_cpu:
+        # The CUDA kernels that take a mask do not group heads.
+        k_BSGK, v_BSGV = k_BSGK.repeat_interleave(H // G, dim=2), v_BSGV.repeat_interleave(H // G, dim=2)
+    out_BHSV = F.scaled_dot_product_attention(
+        q_BSHK.transpose(1, 2),
+        k_BSGK.transpose(1, 2),
+        v_BSGV.transpose(1, 2),
+        attn_mask=mask if mask is None else mask.to(q_BSHK.dtype),
+        is_causal=mask is None,
+        scale=scale,
+        enable_gqa=k_BSGK.shape[2] != H,
+    )
+    return out_BHSV.transpose(1, 2)[..., :V].flatten(2)
+
+
+class Attention(nn.Module):
+    """Grouped-query attention with rotary positions.
+
+    Args:
+        config: sizes.
+        qkv_bias: biases on the three input projections.
+        out_bias: bias on the output projection.
+        qk_norm: RMSNorm over each head of queries and keys.
+        window: sliding window; None: the whole past.
+        sinks: one learned sink logit per head.
+    """
+
+    def __init__(
+        self,
+        config: "ModelConfig",
+        *,
+        qkv_bias: bool = False,
+        out_bias: bool = False,
+        qk_norm: bool = False,
+        window: int | None = None,
+        sinks: bool = False,
+    ) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        self.window = window
+        self.q_proj = nn.Linear(config.dim, config.num_heads * config.head_dim, bias=qkv_bias)
+        self.k_proj = nn.Linear(config.dim, config.num_kv_heads * config.head_dim, bias=qkv_bias)
+        self.v_proj = nn.Linear(config.dim, config.num_kv_heads * config.head_dim, bias=qkv_bias)
+        self.o_proj = nn.Linear(config.num_heads * config.head_dim, config.dim, bias=out_bias)
+        self.q_norm = nn.RMSNorm(config.head_dim, eps=config.norm_eps) if qk_norm else None
+        self.k_norm = nn.RMSNorm(config.head_dim, eps=config.norm_eps) if qk_norm else None
+        self.sinks = nn.Parameter(torch.empty(config.num_heads)) if sinks else None
+
+    def forward(self, x_BSD: Tensor, context: ForwardContext) -> Tensor:
+        q = self.q_proj(x_BSD).unflatten(-1, (-1, self.head_dim))
+        k = self.k_proj(x_BSD).unflatten(-1, (-1, self.head_dim))
+        v = self.v_proj(x_BSD).unflatten(-1, (-1, self.head_dim))
+        if self.q_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = rotate(q, context.cos, context.sin), rotate(k, context.cos, context.sin)
+        return self.o_proj(attend(q, k, v, context.masks[self.window], self.head_dim**-0.5, self.sinks))
+
+
+class LatentAttention(nn.Module):
+    """Multi-head latent attention: keys and values from one low-rank latent (DeepSeek-V2, arXiv 2405.04434, 2.1)."""
+
+    window = None
+    sinks = None
+
+    def __init__(self, config: "DeepseekV3Config") -> None:
+        super().__init__()
+        self.nope_dim, self.rope_dim, self.v_dim = config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim
+        self.kv_lora_rank, self.interleaved = config.kv_lora_rank, config.rope_interleaved
+        q_dim = config.num_heads * (self.nope_dim + self.rope_dim)
+        # Latent norms have their own fixed eps, as in the published models.
+        if config.q_lora_rank is None:
+            self.q_proj = nn.Linear(config.dim, q_dim, bias=False)
+        else:
+            self.q_a_proj = nn.Linear(config.dim, config.q_lora_rank, bias=False)
+            self.q_a_layernorm = nn.RMSNorm(config.q_lora_rank, eps=1e-6)
+            self.q_b_proj = nn.Linear(config.q_lora_rank, q_dim, bias=False)
+        self.kv_a_proj_with_mqa = nn.Linear(config.dim, self.kv_lora_rank + self.rope_dim, bias=False)
+        self.kv_a_layernorm = nn.RMSNorm(self.kv_lora_rank, eps=1e-6)
+        self.kv_b_proj = nn.Linear(self.kv_lora_rank, config.num_heads * (self.nope_dim + self.v_dim), bias=False)
+        self.o_proj = nn.Linear(config.num_heads * self.v_dim, config.dim, bias=False)
+        self.scale = (self.nope_dim + self.rope_dim) ** -0.5
+        if config.rope_scaling is not None and config.rope_scaling.get("mscale_all_dim"):
+            self.scale *= yarn_mscale(config.rope_scaling["factor"], config.rope_scaling["mscale_all_dim"]) ** 2
+
+    def forward(self, x_BSD: Tensor, context: ForwardContext) -> Tensor:
+        cos, sin = context.cos, context.sin
+        if hasattr(self, "q_proj"):
+            q = self.q_proj(x_BSD)
+        else:
+            q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x_BSD)))
+        q = q.unflatten(-1, (-1, self.nope_dim + self.rope_dim))
+        q = rotate(q, cos, sin, start=self.nope_dim, interleaved=self.interleaved)
+        latent, k_rope = self.kv_a_proj_with_mqa(x_BSD).split((self.kv_lora_rank, self.rope_dim), dim=-1)
+        k_rope = rotate(k_rope[:, :, None], cos[..., self.nope_dim :], sin, interleaved=self.interleaved)
+        kv = self.kv_b_proj(self.kv_a_layernorm(latent)).unflatten(-1, (-1, self.nope_dim + self.v_dim))
+        k_nope, v = kv.split((self.nope_dim, self.v_dim), dim=-1)
+        k = torch.cat((k_nope, k_rope.expand(-1, -1, k_nope.shape[2], -1)), dim=-1)
+        return self.o_proj(attend(q, k, v, context.masks[None], self.scale))

@@ -1,0 +1,230 @@
+"""The decoder that all families share, its config and how a config is overridden."""
+
+from dataclasses import dataclass, fields, replace
+from types import UnionType
+from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
+
+import torch
+from torch import Tensor, nn
+
+from titan_moe.errors import ConfigError, nearest
+from titan_moe.models.attention import ForwardContext, attention_mask
+from titan_moe.models.layers import DecoderLayer, MTPBlock
+from titan_moe.models.rope import Rotary, check_scaling
+from titan_moe.moe import MoEConfig
+
+
+@dataclass(kw_only=True)
+class ModelConfig:
+    """Sizes and constants of a decoder. Families add their own fields.
+
+    Raises:
+        ConfigError: on a combination that cannot work.
+    """
+
+    family: ClassVar[str]
+
+    vocab_size: int
+    """Rows of the embedding."""
+    dim: int
+    """Model dim D."""
+    num_layers: int
+    """Decoder layers, without MTP."""
+    num_heads: int
+    """Query heads."""
+    num_kv_heads: int
+    """Key-value heads; divides num_heads."""
+    head_dim: int
+    """Dims of one head."""
+    ffn_dim: int = 0
+    """Hidden dim of the dense feed-forward in the leading layers."""
+    num_dense_layers: int = 0
+    """Leading layers with a dense feed-forward in place of MoE."""
+    norm_eps: float = 1e-6
+    """Added to the mean square in RMSNorm."""
+    rope_theta: float = 10000.0
+    """Base of the rotary wavelengths."""
+    rope_scaling: dict[str, Any] | None = None
+    """YaRN: rope_type = 'yarn', factor, original_max_position_embeddings, and its optional keys."""
+    max_seq_len: int = 4096
+    """Longest sequence, in tokens."""
+    tie_embeddings: bool = False
+    """The head is the embedding, transposed."""
+    mtp_depth: int = 0
+    """Multi-token-prediction depths; each predicts one more token ahead, in training."""
+    mtp_loss_weight: float = 0.3
+    """Weight of the mean loss over MTP depths."""
+    mtp_own_embeddings: bool = False
+    """Give each MTP depth an embedding and a head of its own."""
+    init_std: float = 0.02
+    """Standard deviation of initial weights."""
+    moe: MoEConfig
+    """The MoE layers."""
+
+    def __post_init__(self) -> None:
+        for name in ("vocab_size", "dim", "num_layers", "num_heads", "num_kv_heads", "head_dim", "max_seq_len"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} = {getattr(self, name)}: must be at least 1.")
+        for name in ("num_dense_layers", "mtp_depth"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name} = {getattr(self, name)}: must be at least 0.")
+        if self.num_heads % self.num_kv_heads:
+            raise ConfigError(
+                f"num_kv_heads = {self.num_kv_heads} does not divide num_heads = {self.num_heads}. Set it to a divisor."
+            )
+        if self.num_dense_layers > self.num_layers:
+            raise ConfigError(
+                f"num_dense_layers = {self.num_dense_layers} is more than num_layers = {self.num_layers}. "
+                f"Set num_dense_layers to at most {self.num_layers}."
+            )
+        if self.num_dense_layers and self.ffn_dim < 1:
+            raise ConfigError(f"ffn_dim = {self.ffn_dim}: dense layers need a hidden dim of at least 1.")
+        if self.moe.dim != self.dim:
+            raise ConfigError(f"moe.dim = {self.moe.dim} differs from dim = {self.dim}. Set both to the same value.")
+        check_scaling(self.rope_scaling)
+        if self.rotary().dim % 2:
+            raise ConfigError(f"{self.rotary().dim} rotary dims: must be even. Change the head dim.")
+
+    def rotary(self) -> Rotary:
+        """The rotation of queries and keys."""
+        return Rotary(self.head_dim, self.rope_theta, self.rope_scaling)
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    if hint is Any:
+        return True
+    if get_origin(hint) is Literal:
+        return value in get_args(hint)
+    if isinstance(hint, UnionType):
+        return any(_fits(value, arg) for arg in get_args(hint))
+    if hint is float:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    if hint is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, get_origin(hint) or hint)
+
+
+def override_config(config: ModelConfig, override: dict[str, Any]) -> ModelConfig:
+    """A copy of ``config`` with fields of it, or of its MoE layers, replaced.
+
+    Args:
+        config: left as it is.
+        override: field name to value. A name that only MoEConfig has goes there; ``dim`` goes to both.
+
+    Raises:
+        ConfigError: on an unknown name, a value of the wrong type, or a combination that cannot work.
+    """
+    of_model = {f.name for f in fields(config)} - {"moe"}
+    of_moe = {f.name for f in fields(MoEConfig)}
+    hints = {**get_type_hints(MoEConfig), **get_type_hints(type(config))}
+    for name, value in override.items():
+        if name not in of_model | of_moe:
+            raise ConfigError(f"model.override.{name}: unknown field.{nearest(name, of_model | of_moe)}")
+        if not _fits(value, hints[name]):
+            hint = hints[name]
+            rule = f"one of {', '.join(map(repr, get_args(hint)))}" if get_origin(hint) is Literal else None
+            rule = rule or getattr(hint, "__name__", str(hint)) if not isinstance(hint, UnionType) else str(hint)
+            raise ConfigError(f"model.override.{name} = {value!r}: must be {rule}.")
+    moe = replace(
+        config.moe, **{k: v for k, v in override.items() if k in of_moe and (k not in of_model or k == "dim")}
+    )
+    return replace(config, moe=moe, **{k: v for k, v in override.items() if k in of_model})
+
+
+class Decoder(nn.Module):
+    """A decoder-only language model; families choose the attention.
+
+    Parameters are left uninitialised: see ``titan_moe.models.init``. A part that is None is skipped in the forward
+    pass, so that a pipeline stage can hold some of them.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.dim)
+        # Keyed by name, so that names stay global where only some layers are present.
+        self.layers = nn.ModuleDict(
+            {
+                str(i): DecoderLayer(config, self.attention(i), dense=i < config.num_dense_layers)
+                for i in range(config.num_layers)
+            }
+        )
+        self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.lm_head = None if config.tie_embeddings else nn.Linear(config.dim, config.vocab_size, bias=False)
+        depths = range(config.mtp_depth)
+        self.mtp = nn.ModuleDict({str(d): MTPBlock(config, self.attention(config.num_layers + d)) for d in depths})
+
+    def attention(self, layer: int) -> nn.Module:
+        """The attention of layer ``layer``; MTP layers count on from ``num_layers``."""
+        raise AssertionError("a family defines its attention")
+
+    def forward(self, input_ids_BS: Tensor, document_ids: Tensor | None = None, valid: Tensor | None = None):
+        """Logits of the next token.
+
+        Args:
+            input_ids_BS: int64 tokens.
+            document_ids: ``[B, S]``; positions attend only to earlier ones with an equal id. None: one document.
+            valid: ``[B, S]`` bool; padding (False) is left out of losses, counts and capacity of the MoE layers.
+
+        Returns:
+            ``logits [B, S, V]``; in training with ``mtp_depth`` D > 0 the tuple ``(logits, mtp_1, ..., mtp_D)``,
+            where ``mtp_d[:, t]`` predicts token t + 1 + d.
+
+        Raises:
+            ConfigError: when S exceeds ``config.max_seq_len``.
+        """
+        hidden_BSD = input_ids_BS if self.embed_tokens is None else self.embed_tokens(input_ids_BS)
+        context = self.context(hidden_BSD, document_ids, valid)
+        for layer in self.layers.values():
+            hidden_BSD = layer(hidden_BSD, context)
+        if self.norm is None:
+            return hidden_BSD
+        hidden_BSD = self.norm(hidden_BSD)
+        logits_BSV = self.logits(hidden_BSD)
+        if not (self.training and self.mtp):
+            return logits_BSV
+        outputs = [logits_BSV]
+        for depth, block in enumerate(self.mtp.values(), start=1):
+            ids_BS, inside_BS = shift_within_document(input_ids_BS, depth, document_ids)
+            embedded_BSD = (block.embed_tokens or self.embed_tokens)(ids_BS)
+            # Positions without a token to look at have no label either, so they are padding to the MoE layer.
+            of_depth = inside_BS if valid is None else inside_BS & valid
+            shifted = ForwardContext(context.cos, context.sin, of_depth, context.masks)
+            hidden_BSD = block(hidden_BSD, embedded_BSD, shifted)
+            outputs.append(self.logits(hidden_BSD) if block.lm_head is None else block.lm_head(hidden_BSD))
+        return tuple(outputs)
+
+    def context(self, hidden_BSD: Tensor, document_ids: Tensor | None, valid: Tensor | None) -> ForwardContext:
+        """Rotary tables and masks for one forward pass."""
+        seq_len = hidden_BSD.shape[1]
+        if seq_len > self.config.max_seq_len:
+            raise ConfigError(
+                f"seq_len = {seq_len} is more than the model's max_seq_len = {self.config.max_seq_len}. "
+                f"Shorten training.seq_len or raise model.override.max_seq_len."
+            )
+        device, dtype = hidden_BSD.device, hidden_BSD.dtype
+        at_least_fp32 = torch.promote_types(dtype, torch.float32)
+        cos, sin = self.config.rotary().tables(seq_len, device=device, dtype=at_least_fp32)
+        blocks = [*self.layers.values(), *(block.layer for block in self.mtp.values())]
+        kinds = {block.self_attn.window: block.self_attn.sinks is not None for block in blocks}
+        masks = {
+            window: attention_mask(seq_len, document_ids, window, sink, device=device, dtype=dtype)
+            for window, sink in kinds.items()
+        }
+        return ForwardContext(cos, sin, valid, masks)
+
+    def logits(self, hidden_BSD: Tensor) -> Tensor:
+        """The head, which a tied model shares with its embedding."""
+        if self.lm_head is None:
+            return nn.functional.linear(hidden_BSD, self.embed_tokens.weight)
+        return self.lm_head(hidden_BSD)
+
+
+def shift_within_document(x_BS: Tensor, by: int, document_ids: Tensor | None, fill: int = 0) -> tuple[Tensor, Tensor]:
+    """``x[:, t + by]`` at t where that lies in the same document, else ``fill``; and where it does, as bool."""
+    inside_BS = torch.zeros_like(x_BS, dtype=torch.bool)
+    if document_ids is None:
+        inside_BS[:, :-by] = True
+    else:
+        inside_BS[:, :-by] = document_ids[:, :-by] == document_ids[:, by:]
+    return x_BS.roll(-by, dims=1).masked_fill(~inside_BS, fill), inside_BS
