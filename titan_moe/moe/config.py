@@ -1,9 +1,10 @@
 """What an MoE layer is, as data."""
 
+import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args, get_origin, get_type_hints
 
-from titan_moe.errors import ConfigError
+from titan_moe.errors import ConfigError, nearest
 
 
 @dataclass
@@ -100,12 +101,105 @@ class MoEConfig:
         """Whether the first linear has a gate and an up half."""
         return self.activation != "relu2"
 
+    @property
+    def reshapes_selection(self) -> bool:
+        """Whether bias or group limits make the choice differ from the plain top-k of the scores."""
+        return self.expert_bias or self.num_groups > 1
+
     def __post_init__(self) -> None:
-        for name in ("dim", "hidden_dim", "num_experts", "top_k"):
+        self._check_values()
+        self._check_selection()
+        self._check_slots()
+        if self.shared_gate and not self.shared_hidden_dim:
+            raise ConfigError("shared_gate = True without a shared expert. Set shared_hidden_dim.")
+
+    def _check_values(self) -> None:
+        """Each field by itself."""
+        for name, hint in get_type_hints(type(self)).items():
+            value, choices = getattr(self, name), get_args(hint)
+            if get_origin(hint) is Literal and value not in choices:
+                raise ConfigError(f"{name} = {value!r}: not a known choice.{nearest(value, choices)}")
+        for name in ("dim", "hidden_dim", "num_experts", "top_k", "num_groups", "topk_groups", "group_score_k"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} = {getattr(self, name)}: must be at least 1.")
-        if self.top_k > self.num_experts:
+        if self.pad_counts_to < 1:
+            raise ConfigError(f"pad_counts_to = {self.pad_counts_to}: must be at least 1; 1 pads nothing.")
+        if self.latent_dim is not None and self.latent_dim < 1:
+            raise ConfigError(f"latent_dim = {self.latent_dim}: must be at least 1. Leave it out for no latent dim.")
+        if self.shared_hidden_dim < 0:
+            raise ConfigError(f"shared_hidden_dim = {self.shared_hidden_dim}: must be 0 (no shared expert) or more.")
+        coefs = ("aux_loss_coef", "seq_aux_loss_coef", "global_aux_loss_coef", "z_loss_coef", "bias_update_speed")
+        for name in coefs:
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ConfigError(f"{name} = {getattr(self, name)}: must be finite and at least 0; 0 switches it off.")
+        for name in ("route_scale", "activation_limit", "activation_alpha"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ConfigError(f"{name} = {getattr(self, name)}: must be finite and more than 0.")
+        if not 0 <= self.jitter < 1:
+            raise ConfigError(f"jitter = {self.jitter}: must be in [0, 1); 0 switches it off, 0.01 is usual.")
+        if self.capacity_factor is not None and not 0 < self.capacity_factor < math.inf:
             raise ConfigError(
-                f"top_k = {self.top_k} is more than num_experts = {self.num_experts}. "
-                f"Set top_k to at most {self.num_experts}."
+                f"capacity_factor = {self.capacity_factor}: must be finite and more than 0. Leave it out to drop none."
+            )
+
+    def _check_selection(self) -> None:
+        """Fields that decide which experts are chosen."""
+        E, K, G = self.num_experts, self.top_k, self.num_groups
+        if K > E:
+            raise ConfigError(f"top_k = {K} is more than num_experts = {E}. Set top_k to at most {E}.")
+        if E % G:
+            near = [g for g in range(1, E + 1) if E % g == 0]
+            raise ConfigError(
+                f"num_groups = {G} does not divide num_experts = {E}. "
+                f"Set num_groups to {min(near, key=lambda g: abs(g - G))}."
+            )
+        if self.topk_groups > G:
+            raise ConfigError(
+                f"topk_groups = {self.topk_groups} is more than num_groups = {G}. Set topk_groups to at most {G}."
+            )
+        if K > self.topk_groups * (E // G):
+            raise ConfigError(
+                f"top_k = {K} is more than the {self.topk_groups * (E // G)} experts in {self.topk_groups} kept groups "
+                f"of {E // G}. Set topk_groups to at least {math.ceil(K / (E // G))}."
+            )
+        if G > 1 and self.group_score_k > E // G:
+            raise ConfigError(
+                f"group_score_k = {self.group_score_k} is more than a group's {E // G} experts. "
+                f"Set group_score_k to at most {E // G}."
+            )
+        if G > 1 and self.group_mask == "zero" and self.expert_bias:
+            raise ConfigError(
+                "group_mask = 'zero' with expert_bias = True: a masked expert would beat a kept one whose biased score "
+                "is negative. Set group_mask = '-inf'."
+            )
+        by_token = self.selection != "expert_choice"
+        if K == 1 and by_token and self.score_function == "softmax" and self.normalize_weights:
+            raise ConfigError(
+                "top_k = 1 with score_function = 'softmax' and normalize_weights = True gives the constant weight 1 "
+                "and no router gradient. Set normalize_weights = False."
+            )
+        if self.selection in ("sinkhorn", "expert_choice"):
+            balanced = ("aux_loss_coef", "seq_aux_loss_coef", "global_aux_loss_coef")
+            clash = [name for name in (*balanced, "expert_bias") if getattr(self, name)]
+            clash += ["num_groups"] if G > 1 else []
+            if clash:
+                raise ConfigError(
+                    f"selection = {self.selection!r} balances by itself and does not go with {', '.join(clash)}. "
+                    "Switch them off or set selection = 'top_k'."
+                )
+
+    def _check_slots(self) -> None:
+        """Fields that drop or add slots after the selection."""
+        if self.selection == "expert_choice" and self.capacity_factor is not None:
+            raise ConfigError(
+                f"capacity_factor = {self.capacity_factor} with selection = 'expert_choice': every expert takes "
+                "exactly ceil(T K / E) tokens already. Leave capacity_factor out and change top_k."
+            )
+        if self.pad_to_capacity and self.capacity_factor is None:
+            raise ConfigError("pad_to_capacity = True without a capacity. Set capacity_factor.")
+        padded = self.pad_to_capacity or self.pad_counts_to > 1
+        if padded and self.weight_on == "input" and self.expert_linear_bias:
+            raise ConfigError(
+                "weight_on = 'input' with expert_linear_bias = True and padded counts: an expert with biases maps a "
+                "zero-weight row to more than 0. Set weight_on = 'activation', or pad nothing."
             )

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 
@@ -21,3 +22,19 @@ class Routing:
     """Int64: slots in use per expert, ``(expert_ids_TK == e).sum()``."""
     max_rows: int
     """Static upper bound on ``counts_E.sum()``; at most T*K."""
+
+
+def count_experts(ids: Tensor, num_experts: int) -> Tensor:
+    """Slots per expert, without a host sync.
+
+    Args:
+        ids: int64 of any shape, in [-1, num_experts); -1 counts nowhere.
+        num_experts: E.
+
+    Returns:
+        Int64 ``[E]``.
+    """
+    slots = ids.reshape(-1)
+    counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=ids.device)
+    # -1 wraps to the spare last bin.
+    return counts.scatter_add_(0, slots % (num_experts + 1), torch.ones_like(slots))[:num_experts]

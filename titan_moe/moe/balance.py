@@ -1,0 +1,267 @@
+"""Load balancing: auxiliary losses, counters, and the loss-free expert bias.
+
+T tokens, E experts, K experts per token, B sequences, L MoE layers. With f_e the share of slots that go to expert e
+and P_e the sum over real tokens of its normalised score, every balancing loss is
+``token_weight x coef x E x sum_e f_e P_e``: linear in this rank's tokens given f, hence summed over micro-batches
+and ranks like the main loss. A uniform router gives exactly the coefficient.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from titan_moe.distributed import in_backward
+from titan_moe.kernels.router_topk import stable_topk
+from titan_moe.moe.capacity import valid_capacity
+from titan_moe.moe.config import MoEConfig
+from titan_moe.moe.routing import Routing, count_experts
+
+_MICRO_BATCHES = 4096
+
+
+class _Inject(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, y: Tensor, aux: Tensor) -> Tensor:
+        ctx.aux_like = aux.dtype, aux.device
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx, grad_y: Tensor) -> tuple[Tensor, Tensor]:
+        dtype, device = ctx.aux_like
+        return grad_y, torch.ones((), dtype=dtype, device=device)
+
+
+class Balance(nn.Module):
+    """Counters and auxiliary losses of one MoE layer.
+
+    The counters are non-persistent buffers, summed over the micro-batches of a step until ``finish_step``. They move
+    in training only and once per micro-batch: a forward inside a backward pass is a recompute. A user who runs a
+    layer in training mode without ``finish_step`` sees them grow, and the global loss average over all of it.
+
+    Attributes:
+        token_weight: 0-d tensor, loss scale / valid tokens of the global batch; None: 1 / valid tokens of the call.
+        reduce_counts: returns its int64 ``[E]`` argument summed over the ranks that share the global aux loss (it
+            may work in place). None: this rank alone. Called in the first forward of a micro-batch, never in a
+            recompute.
+    """
+
+    def __init__(self, config: MoEConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.token_weight: Tensor | None = None
+        self.reduce_counts: Callable[[Tensor], Tensor] | None = None
+        # Per micro-batch of this step: what identifies it, and the global f it saw. A recompute needs the same f.
+        self._seen: deque[tuple[Tensor, Tensor]] = deque(maxlen=_MICRO_BATCHES)
+        for name in ("counts_E", "global_counts_E"):
+            self.register_buffer(name, torch.zeros(config.num_experts, dtype=torch.int64), persistent=False)
+        for name, dtype in (("dropped", torch.int64), ("aux_loss", torch.float64), ("z_loss", torch.float64)):
+            self.register_buffer(name, torch.zeros((), dtype=dtype), persistent=False)
+
+    def reset(self) -> None:
+        """Zero the counters for a new step."""
+        self._seen.clear()
+        for counter in self.buffers():
+            counter.zero_()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Balance":
+        def keep(counter: Tensor) -> Tensor:
+            # Sums of many terms keep their dtype when the model is cast.
+            out = fn(counter)
+            return out if out.dtype == counter.dtype else counter.to(out.device)
+
+        return super()._apply(keep, recurse)
+
+    def losses(
+        self, logits_TE: Tensor, scores_TE: Tensor, routing: Routing, valid_T: Tensor | None, seq_len: int
+    ) -> Tensor | None:
+        """Count the routing and return the weighted sum of the enabled losses.
+
+        Args:
+            logits_TE: router logits.
+            scores_TE: scores of the score function in use.
+            routing: the choice, before any capacity.
+            valid_T: bool, False marks padding; None: all tokens are real.
+            seq_len: tokens per sequence, dividing T.
+
+        Returns:
+            0-d loss with graph, or None in eval or with every coefficient 0.
+        """
+        if not self.training:
+            return None
+        config = self.config
+        recompute = in_backward()
+        if not recompute:
+            self._count(routing, valid_T)
+        token_weight = self.token_weight
+        if token_weight is None:
+            token_weight = 1 / (max(logits_TE.shape[0], 1) if valid_T is None else valid_T.sum().clamp_min(1))
+        if isinstance(token_weight, Tensor):
+            token_weight = token_weight.to(device=logits_TE.device, dtype=logits_TE.dtype)
+
+        aux = z = None
+        if config.aux_loss_coef or config.seq_aux_loss_coef or config.global_aux_loss_coef:
+            aux = token_weight * self._balance_loss(scores_TE, routing, valid_T, seq_len, recompute)
+        if config.z_loss_coef:
+            lse_T = logits_TE.logsumexp(-1)
+            lse_T = lse_T if valid_T is None else torch.where(valid_T, lse_T, 0.0)
+            z = token_weight * config.z_loss_coef * lse_T.square().sum()
+        if not recompute:
+            for total, loss in ((self.aux_loss, aux), (self.z_loss, z)):
+                if loss is not None:
+                    total.add_(loss.detach())
+        return aux if z is None else z if aux is None else aux + z
+
+    @staticmethod
+    def inject(y: Tensor, aux: Tensor) -> Tensor:
+        """Return ``y``; its backward also sends a gradient of 1 into ``aux`` (0-d), whatever arrives at ``y``.
+
+        The loss enters the graph where it arises, so it works under every pipeline schedule.
+        """
+        return _Inject.apply(y, aux)
+
+    @torch.no_grad()
+    def _count(self, routing: Routing, valid_T: Tensor | None) -> None:
+        config = self.config
+        self.counts_E += routing.counts_E
+        if config.capacity_factor is not None:
+            T, E = routing.expert_ids_TK.shape[0], config.num_experts
+            limit = valid_capacity(T, valid_T, config.top_k, E, config.capacity_factor)
+            self.dropped += (routing.counts_E - limit).clamp_min(0).sum()
+
+    def _balance_loss(
+        self, scores_TE: Tensor, routing: Routing, valid_T: Tensor | None, seq_len: int, recompute: bool
+    ) -> Tensor:
+        """Sum over the enabled kinds of coef x E x sum_e f_e P_e."""
+        config = self.config
+        T, E = scores_TE.shape
+        assert seq_len == 0 or T % seq_len == 0, (T, seq_len)
+        B = T // seq_len if seq_len else 0
+        ids_TK = routing.expert_ids_TK
+        if config.reshapes_selection or config.selection != "top_k":
+            # Loads are those of the scores alone: what bias and groups did to the choice is not the router's doing.
+            ids_TK = stable_topk(scores_TE, config.top_k)
+            ids_TK = ids_TK if valid_T is None else torch.where(valid_T[:, None], ids_TK, -1)
+        probs_TE = scores_TE
+        if config.score_function != "softmax":
+            probs_TE = scores_TE / (scores_TE.sum(-1, keepdim=True) + 1e-20)
+        if valid_T is not None:
+            probs_TE = torch.where(valid_T[:, None], probs_TE, 0.0)
+        probs_BE = probs_TE.view(B, seq_len, E).sum(1)
+        offset_B11 = torch.arange(B, device=ids_TK.device)[:, None, None] * E
+        ids_BSK = ids_TK.view(B, seq_len, ids_TK.shape[1])
+        counts_BE = count_experts(torch.where(ids_BSK < 0, -1, ids_BSK + offset_B11), B * E).view(B, E)
+
+        probs_E, counts_E = probs_BE.sum(0), counts_BE.sum(0)
+        loss = probs_E.new_zeros(())
+        if config.aux_loss_coef:
+            loss = loss + config.aux_loss_coef * E * (_share(counts_E, probs_E) * probs_E).sum()
+        if config.seq_aux_loss_coef:
+            loss = loss + config.seq_aux_loss_coef * E * (_share(counts_BE, probs_BE) * probs_BE).sum()
+        if config.global_aux_loss_coef:
+            f_E = self._global_share(counts_E, probs_E.detach(), recompute)
+            loss = loss + config.global_aux_loss_coef * E * (f_E * probs_E).sum()
+        return loss
+
+    @torch.no_grad()
+    def _global_share(self, counts_E: Tensor, probs_E: Tensor, recompute: bool) -> Tensor:
+        """f over the step so far and all ranks; in a recompute, the f that this micro-batch saw at first."""
+        if not recompute:
+            self.global_counts_E += counts_E
+            total_E = self.global_counts_E.clone()
+            if self.reduce_counts is not None:
+                total_E = self.reduce_counts(total_E)
+            f_E = _share(total_E, probs_E)
+            self._seen.append((probs_E, f_E))
+            return f_E
+        assert self._seen, "recompute of a forward of an earlier step"
+        # Schedules recompute in any order, so a micro-batch is known by its scores: the nearest seen ones.
+        known_ME = torch.stack([known for known, _ in self._seen])
+        nearest = (known_ME - probs_E).abs().sum(-1).argmin(0, keepdim=True)
+        return torch.stack([f for _, f in self._seen]).index_select(0, nearest)[0]
+
+
+def _share(counts: Tensor, like: Tensor) -> Tensor:
+    """Counts over their sum along the last dim, 0 where there are none, in the dtype of ``like``."""
+    return counts.to(like.dtype) / counts.sum(-1, keepdim=True).clamp_min(1)
+
+
+def balances(model: nn.Module) -> Iterator[tuple[str, nn.Module, Balance]]:
+    """Name of the MoE layer, the layer, and its ``Balance``, in ``named_modules`` order, wrappers left out of names."""
+    for name, module in model.named_modules():
+        if isinstance(module, Balance):
+            path = name.rpartition(".")[0]
+            wrappers = ("_checkpoint_wrapped_module", "_orig_mod")
+            label = ".".join(part for part in path.split(".") if part not in wrappers)
+            yield label, model.get_submodule(path), module
+
+
+def set_token_weight(model: nn.Module, token_weight: Tensor | None) -> None:
+    """Set the weight of one token's auxiliary losses: loss scale / valid tokens of the global batch (0-d tensor)."""
+    for _, _, balance in balances(model):
+        balance.token_weight = token_weight
+
+
+@torch.no_grad()
+def finish_step(model: nn.Module, reduce: Callable[[Tensor], Tensor] | None = None) -> dict[str, list[str] | Tensor]:
+    """Update every expert bias, report the step's counters and reset them. Once per optimizer step, no host sync.
+
+    The bias moves by ``bias_update_speed x sign(mean - count)`` on exact counts, in place.
+
+    Args:
+        model: any module; without MoE layers the report is empty.
+        reduce: SUM over the ranks that hold these layers and route other tokens (dp x cp x tp of one pipeline
+            stage). Called exactly once with one float64 vector, of length 0 without MoE layers; integers up to 2^53
+            stay exact. All ranks of the sum must hold the same layers.
+
+    Returns:
+        ``names``: layer names; ``counts_LE`` (0 beyond a layer's experts), ``num_experts_L``, ``routed_L`` and
+        ``dropped_L`` slots: int64; ``aux_loss_L`` and ``z_loss_L``: sums of the losses as they were weighted, so
+        they carry the loss scale; ``bias_min_L``, ``bias_max_L`` after the update, 0 without a bias: float64.
+    """
+    layers = list(balances(model))
+    sizes = [balance.config.num_experts for _, _, balance in layers]
+    L, E = len(layers), max(sizes, default=0)
+    device = layers[0][2].counts_E.device if layers else next((p.device for p in model.parameters()), None)
+
+    def stack(rows: list[Tensor], *shape: int) -> Tensor:
+        return torch.stack(rows) if rows else torch.zeros(shape, dtype=torch.float64, device=device)
+
+    packed = stack(
+        [
+            torch.cat(
+                [F.pad(b.counts_E, (0, E - b.counts_E.shape[0])).double()]
+                + [c.double()[None] for c in (b.dropped, b.aux_loss, b.z_loss)]
+            )
+            for _, _, b in layers
+        ],
+        0,
+        3,
+    )
+    if reduce is not None:
+        packed = reduce(packed.view(-1)).view(L, E + 3)
+    counts_LE = packed[:, :E].long()
+    num_experts_L = torch.tensor(sizes, dtype=torch.int64).to(packed.device, non_blocking=True)
+    routed_L = counts_LE.sum(1)
+    step_LE = (routed_L[:, None] - counts_LE * num_experts_L[:, None]).sign()
+    ranges = []
+    for (_, layer, balance), step_E in zip(layers, step_LE, strict=True):
+        bias_E = layer.router.expert_bias
+        if bias_E is not None:
+            bias_E.add_(step_E[: bias_E.shape[0]].to(bias_E.dtype), alpha=balance.config.bias_update_speed)
+        ranges.append(torch.zeros_like(packed[0, :2]) if bias_E is None else torch.stack(bias_E.aminmax()).double())
+        balance.reset()
+    range_L2 = stack(ranges, 0, 2)
+    return {
+        "names": [name for name, _, _ in layers],
+        "counts_LE": counts_LE,
+        "num_experts_L": num_experts_L,
+        "routed_L": routed_L,
+        "dropped_L": packed[:, E].long(),
+        "aux_loss_L": packed[:, E + 1],
+        "z_loss_L": packed[:, E + 2],
+        "bias_min_L": range_L2[:, 0],
+        "bias_max_L": range_L2[:, 1],
+    }
