@@ -1,0 +1,105 @@
+"""Expert activations with hand-written backward.
+
+The pre-activation z holds the gate in its first half and the up projection in its second (n = 2), or the up
+projection alone (relu2, n = 1). For R rows of hidden dim F, b bytes per element:
+
+- forward reads nRF and writes RF elements; backward reads (n+1)RF and writes (n+1)RF, since it also returns the
+  recomputed activation, which the weight gradient of the next linear needs;
+- nothing but z has to be saved.
+
+Half-precision input is computed and returned in fp32; the caller rounds once.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+
+@dataclass(frozen=True)
+class Activation:
+    """Which activation.
+
+    - ``swiglu``: silu(gate) * up
+    - ``geglu``: gelu(gate) * up with the exact (erf) gelu
+    - ``relu2``: relu(up)**2, without a gate
+    - ``clamped_swiglu`` (GPT-OSS): with gate capped at ``limit`` and up clamped to ±``limit``,
+      (up + 1) * gate * sigmoid(alpha * gate)
+    """
+
+    kind: Literal["swiglu", "geglu", "relu2", "clamped_swiglu"] = "swiglu"
+    limit: float = 7.0
+    alpha: float = 1.702
+
+    @property
+    def gated(self) -> bool:
+        return self.kind != "relu2"
+
+
+def activation_forward(z_RnF: Tensor, act: Activation) -> Tensor:
+    """z ``[R, n*F]`` -> activation ``[R, F]``, in at least fp32."""
+    z = z_RnF.to(torch.promote_types(z_RnF.dtype, torch.float32))
+    if act.kind == "relu2":
+        return F.relu(z).square_()
+    gate, up = z.chunk(2, dim=-1)
+    if act.kind == "swiglu":
+        return F.silu(gate).mul_(up)
+    if act.kind == "geglu":
+        return F.gelu(gate).mul_(up)
+    assert act.kind == "clamped_swiglu", act.kind
+    gate = gate.clamp(max=act.limit)
+    return (gate * act.alpha).sigmoid_().mul_(gate).mul_(up.clamp(-act.limit, act.limit).add_(1))
+
+
+def activation_backward(z_RnF: Tensor, da_RF: Tensor, act: Activation) -> tuple[Tensor, Tensor]:
+    """Returns the recomputed activation ``[R, F]`` and dz ``[R, n*F]``, in at least fp32."""
+    dtype = torch.promote_types(z_RnF.dtype, torch.float32)
+    z, da = z_RnF.to(dtype), da_RF.to(dtype)
+    if act.kind == "relu2":
+        r = F.relu(z)
+        dz = (r * da).mul_(2)
+        return r.square_(), dz
+    gate, up = z.chunk(2, dim=-1)
+    dz = torch.empty_like(z, memory_format=torch.contiguous_format)
+    dgate, dup = dz.chunk(2, dim=-1)
+    if act.kind in ("swiglu", "geglu"):
+        a = F.silu(gate) if act.kind == "swiglu" else F.gelu(gate)
+        torch.mul(da, a, out=dup)
+        a.mul_(up)
+        if act.kind == "swiglu":
+            torch.ops.aten.silu_backward.grad_input(da * up, gate, grad_input=dgate)
+        else:
+            torch.ops.aten.gelu_backward.grad_input(da * up, gate, grad_input=dgate)
+        return a, dz
+    assert act.kind == "clamped_swiglu", act.kind
+    g = gate.clamp(max=act.limit)
+    u1 = up.clamp(-act.limit, act.limit).add_(1)
+    s = (g * act.alpha).sigmoid_()
+    gs = g * s
+    # d(g s)/dg = s + alpha g s (1 - s)
+    slope = torch.addcmul(s, gs, 1 - s, value=act.alpha)
+    torch.mul(slope.mul_(u1), da, out=dgate).masked_fill_(gate > act.limit, 0)
+    torch.mul(gs, da, out=dup).masked_fill_(up.abs() > act.limit, 0)
+    return gs.mul_(u1), dz
+
+
+class _Activate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, z, act):
+        ctx.save_for_backward(z)
+        ctx.act = act
+        return activation_forward(z, act).to(z.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, da):
+        (z,) = ctx.saved_tensors
+        return activation_backward(z, da, ctx.act)[1].to(z.dtype), None
+
+
+def activate(z_RnF: Tensor, act: Activation) -> Tensor:
+    """Differentiable activation ``[..., n*F] -> [..., F]``; saves z alone."""
+    return _Activate.apply(z_RnF, act)

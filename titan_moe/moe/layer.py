@@ -1,0 +1,58 @@
+"""The Mixture-of-Experts layer: route, dispatch, compute, combine.
+
+Shapes in names, here and in the rest of the room:
+T local tokens, D model dim, E experts, e local experts, K experts per token, F expert hidden dim, n linears before
+the activation (2 gated, else 1), R rows (one per token and expert, sorted by expert) after dispatch, B sequences,
+S tokens of a sequence.
+"""
+
+from torch import Tensor, nn
+
+from titan_moe.moe.balance import Balance
+from titan_moe.moe.capacity import apply_capacity, pad_counts
+from titan_moe.moe.config import MoEConfig
+from titan_moe.moe.dispatch import build_dispatcher
+from titan_moe.moe.experts import Experts
+from titan_moe.moe.router import Router
+from titan_moe.moe.routing import Routing
+from titan_moe.moe.shared import SharedExpert
+
+
+class MoE(nn.Module):
+    """Replaces a dense FFN.
+
+    Children: ``router``, ``experts``, ``balance`` (counters), and where configured ``shared`` (SharedExpert),
+    ``latent_down`` and ``latent_up`` (linears between the model dim and the experts' dim). ``dispatcher`` is a plain
+    object and may be replaced.
+    """
+
+    def __init__(self, config: MoEConfig):
+        super().__init__()
+        self.config = config
+        self.router = Router(config)
+        self.balance = Balance(config)
+        self.experts = Experts(config)
+        self.dispatcher = build_dispatcher(config.dispatcher)
+        self.shared = SharedExpert(config) if config.shared_hidden_dim else None
+        latent = config.latent_dim
+        self.latent_down = nn.Linear(config.dim, latent, bias=False) if latent else None
+        self.latent_up = nn.Linear(latent, config.dim, bias=False) if latent else None
+
+    def forward(self, x: Tensor, valid: Tensor | None = None) -> Tensor:
+        """``[B, S, D] -> [B, S, D]`` (or ``[T, D] -> [T, D]``, taken as one sequence).
+
+        Args:
+            valid: bool ``[B, S]``; False marks padding, which counts in no loss, counter or capacity.
+        """
+        x_TD = x.reshape(-1, x.shape[-1])
+        routing, aux = self.route(x_TD, None if valid is None else valid.reshape(-1), x.shape[-2])
+        dispatched = self.dispatcher.dispatch(x_TD if self.latent_down is None else self.latent_down(x_TD), routing)
+        y_RD = self.experts(dispatched.x, dispatched.counts_E, dispatched.weights_R, dispatched.route_map)
+        y_TD = self.dispatcher.combine(y_RD, dispatched)
+        if self.latent_up is not None:
+            y_TD = self.latent_up(y_TD)
+        if self.shared is not None:
+            y_TD = y_TD + self.shared(x_TD)
+        if aux is not None:
+            y_TD = self.balance.inject(y_TD, aux)
+        return y_TD.view(x.shape)

@@ -1,0 +1,37 @@
+"""The shared expert: a dense FFN that every token passes, at full width."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from titan_moe.kernels.activation import Activation, activate
+from titan_moe.moe.config import MoEConfig
+
+
+class SharedExpert(nn.Module):
+    """``[T, D] -> [T, D]``.
+
+    Linears without bias: ``gate_proj`` (not for relu2), ``up_proj``, ``down_proj``; with ``config.shared_gate`` a
+    ``gate`` of weight ``[1, D]`` whose sigmoid scales the output (Qwen2-MoE).
+    """
+
+    def __init__(self, config: MoEConfig):
+        super().__init__()
+        D, F_ = config.dim, config.shared_hidden_dim
+        self.activation = Activation(config.activation, config.activation_limit, config.activation_alpha)
+        self.gate_proj = nn.Linear(D, F_, bias=False) if config.gated else None
+        self.up_proj = nn.Linear(D, F_, bias=False)
+        self.down_proj = nn.Linear(F_, D, bias=False)
+        self.gate = nn.Linear(D, 1, bias=False) if config.shared_gate else None
+
+    def reset_parameters(self, std: float = 0.02) -> None:
+        """Normal weights."""
+        for linear in self.children():
+            nn.init.normal_(linear.weight, std=std)
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        z = self.up_proj(x_TD)
+        if self.gate_proj is not None:
+            z = torch.cat([self.gate_proj(x_TD), z], dim=-1)
+        y = self.down_proj(activate(z, self.activation))
+        return y if self.gate is None else F.sigmoid(self.gate(x_TD)) * y
