@@ -33,7 +33,7 @@ def _column_sums(x_RN: Tensor, weights_R: Tensor | None, offsets_E: Tensor) -> T
     """Sum over each group's rows, weighted: ``[R, N] -> [E, N]``."""
     # Eight equal columns keep the product's strides a multiple of 16 bytes in every dtype.
     w = x_RN.new_ones(x_RN.shape[0]) if weights_R is None else weights_R.to(x_RN.dtype)
-    return grouped_mm(w[:, None].expand(-1, 8).contiguous().t(), x_RN, offsets_E)[:, 0]
+    return grouped_mm(w.unsqueeze(1).expand(-1, 8).contiguous().t(), x_RN, offsets_E)[:, 0]
 
 
 class _GroupedMLP(torch.autograd.Function):
@@ -41,20 +41,20 @@ class _GroupedMLP(torch.autograd.Function):
     def forward(ctx, x, w1, w2, b1, b2, weights, offsets, row_of, token_of, act, weight_on_input):
         rows = x.contiguous() if token_of is None else x.index_select(0, token_of)
         if weight_on_input:
-            rows = (rows * weights[:, None]).to(x.dtype)
+            rows = (rows * weights.unsqueeze(1)).to(x.dtype)
         R = rows.shape[0]
         z = grouped_mm(rows, w1.flatten(1, 2).transpose(1, 2), offsets)
         if b1 is not None:
             z += b1.flatten(1, 2).index_select(0, _expert_of_rows(R, offsets))
         a = activation_forward(z, act)
         if not weight_on_input:
-            a.mul_(weights[:, None])
+            a.mul_(weights.unsqueeze(1))
         y = grouped_mm(a.to(x.dtype), w2.transpose(1, 2), offsets)
         if b2 is not None:
             bias = b2.index_select(0, _expert_of_rows(R, offsets))
-            y += bias if weight_on_input else bias * weights[:, None]
+            y += bias if weight_on_input else bias * weights.unsqueeze(1)
         if token_of is None:
-            y.masked_fill_(_unused_rows(R, offsets)[:, None], 0)
+            y.masked_fill_(_unused_rows(R, offsets).unsqueeze(1), 0)
         else:
             y[-1:].zero_()
         ctx.save_for_backward(x, w1, w2, b2, weights, offsets, row_of, token_of, z)
@@ -74,8 +74,8 @@ class _GroupedMLP(torch.autograd.Function):
         a, dz = activation_backward(z, da, ctx.act)
         if not on_input:
             dweights = da.to(a.dtype).mul_(a).sum(-1)
-            a.mul_(weights[:, None])
-            dz.mul_(weights[:, None])
+            a.mul_(weights.unsqueeze(1))
+            dz.mul_(weights.unsqueeze(1))
         del da
         dw2 = grouped_mm(dy.t(), a.to(dy.dtype), offsets)
         if b2 is not None:
@@ -87,7 +87,7 @@ class _GroupedMLP(torch.autograd.Function):
 
         rows = x.contiguous() if token_of is None else x.index_select(0, token_of)
         dz = dz.to(x.dtype)
-        weighted = (rows * weights[:, None]).to(x.dtype) if on_input else rows
+        weighted = (rows * weights.unsqueeze(1)).to(x.dtype) if on_input else rows
         dw1 = grouped_mm(dz.t(), weighted, offsets).view_as(w1)
         if ctx.has_b1:
             db1 = _column_sums(dz, None, offsets).view(w1.shape[:3])
@@ -96,11 +96,11 @@ class _GroupedMLP(torch.autograd.Function):
             drows = grouped_mm(dz, w1.flatten(1, 2), offsets)
         if on_input:
             dweights = (drows.to(weights.dtype) * rows).sum(-1)
-            drows = (drows * weights[:, None]).to(x.dtype)
+            drows = (drows * weights.unsqueeze(1)).to(x.dtype)
         if not ctx.needs_input_grad[0]:
             dx = None
         elif token_of is None:
-            dx = drows.masked_fill_(unused[:, None], 0)
+            dx = drows.masked_fill_(unused.unsqueeze(1), 0)
         else:
             drows[-1:].zero_()
             dx = sum_rows(drows, row_of)

@@ -56,3 +56,9 @@ class MoE(nn.Module):
         if aux is not None:
             y_TD = self.balance.inject(y_TD, aux)
         return y_TD.view(x.shape)
+
+    def route(self, x_TD: Tensor, valid_T: Tensor | None, seq_len: int) -> tuple[Routing, Tensor | None]:
+        """Choose experts, then apply capacity and padding. Returns the routing and the auxiliary loss, if any."""
+        routing, aux = self.router(x_TD, self.balance, valid_T, seq_len)
+        routing = apply_capacity(routing, self.config, valid_T)
+        return pad_counts(routing, self.config.pad_counts_to, valid_T), aux
