@@ -170,8 +170,9 @@ def _numbers(values: np.ndarray) -> list[float | None]:
 
 
 def _svg(kind: str, frame: Frame, body: str, data: dict) -> str:
+    plot = escape(json.dumps(data, separators=(",", ":")))
     return (
-        f'<svg class="{kind}" viewBox="0 0 {frame.width} {frame.height}" data-plot="{escape(json.dumps(data))}" role="img">'
+        f'<svg class="{kind}" viewBox="0 0 {frame.width} {frame.height}" data-plot="{plot}" role="img">'
         f'{body}<line class="cursor" y1="{TOP}" y2="{frame.height - BOTTOM}"/></svg>'
     )
 

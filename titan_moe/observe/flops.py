@@ -96,7 +96,7 @@ def _moe_weights(c: Any) -> int:
 
 def _window(c: Any, layer: int) -> int | None:
     """Keys that the layer's attention reaches back, or None for the whole sequence."""
-    window, kinds = getattr(c, "sliding_window", None), getattr(c, "layer_types", None)
-    if kinds:
-        return window if kinds[layer] == "sliding_attention" else None
-    return window
+    every = getattr(c, "full_attention_every", None)
+    if every and (layer + 1) % every == 0:
+        return None
+    return getattr(c, "sliding_window", None)

@@ -14,6 +14,7 @@ from typing import Any
 from titan_moe.errors import DataError
 
 FILE_NAME = "metrics.jsonl"
+CONFIG_NAME = "config.toml"
 
 
 def read_lines(path: Path) -> Iterator[tuple[dict[str, Any], bytes]]:

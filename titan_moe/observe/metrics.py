@@ -14,11 +14,11 @@ from typing import Any, Self, TextIO
 import torch
 from torch import Tensor
 
-from titan_moe.config.job import JobConfig
+from titan_moe.config import JobConfig, to_toml
 from titan_moe.errors import ConfigError, TrainingError
 from titan_moe.observe.console import Console, step_parts
 from titan_moe.observe.flops import peak_flops
-from titan_moe.observe.jsonl import FILE_NAME, encode, start_file
+from titan_moe.observe.jsonl import CONFIG_NAME, FILE_NAME, encode, start_file
 
 TIMING_KEYS = frozenset({"tps", "tflops", "mfu", "memory_gib", "data_wait_s"})
 """Keys that depend on the clock and the machine; all else is equal when a run is repeated."""
@@ -68,7 +68,7 @@ def moe_records(moe: Mapping[str, Any], *, with_load: bool = True) -> list[dict[
 
 
 class MetricsLogger:
-    """Writes what a run measures; on ranks other than 0 it does nothing.
+    """Writes what a run measures, and its ``config.toml``; on ranks other than 0 it does nothing.
 
     Throughput is measured here, from the cumulative token count and the clock between two steps.
 
@@ -119,6 +119,7 @@ class MetricsLogger:
         folder = Path(config.job.dump_folder)
         try:
             folder.mkdir(parents=True, exist_ok=True)
+            (folder / CONFIG_NAME).write_text(to_toml(config), encoding="utf-8")
             self.path = start_file(folder, resume_step)
             self.jsonl = open(self.path, "a", encoding="utf-8")
         except OSError as error:

@@ -20,8 +20,10 @@ p { margin: 4px 0; color: var(--soft); max-width: 80ch; }
 svg { display: block; width: 100%; height: auto; }
 .grid { stroke: var(--rule); } .axis { stroke: var(--soft); } .cursor { stroke: var(--soft); visibility: hidden; }
 text { fill: var(--text); font-size: 13px; } .tick { fill: var(--soft); font-size: 12px; } .label { fill: var(--soft); }
-.line { fill: none; stroke-width: 1.8; stroke-linejoin: round; } .band { opacity: .2; } .flag { fill: var(--alarm); }
-.line.a { stroke: var(--a); } .line.b { stroke: var(--b); } .line.c { stroke: var(--c); } .line.d { stroke: var(--d); }
+.line { fill: none; stroke-width: 1.8; stroke-linejoin: round; }
+.band { opacity: .3; stroke-width: 1; } .flag { fill: var(--alarm); }
+.line.a, .band.a { stroke: var(--a); } .line.b, .band.b { stroke: var(--b); }
+.line.c, .band.c { stroke: var(--c); } .line.d, .band.d { stroke: var(--d); }
 .band.a, .dot.a { fill: var(--a); } .band.b, .dot.b { fill: var(--b); }
 .band.c, .dot.c { fill: var(--c); } .band.d, .dot.d { fill: var(--d); }
 .heat image { image-rendering: pixelated; } .scale { max-width: 600px; }

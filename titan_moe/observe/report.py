@@ -15,9 +15,8 @@ from titan_moe.errors import DataError
 from titan_moe.observe import charts
 from titan_moe.observe.charts import Series, heat_legend, heat_map, line_chart
 from titan_moe.observe.history import History, read_history, subsample
+from titan_moe.observe.jsonl import CONFIG_NAME
 from titan_moe.observe.page import SCRIPT, STYLE
-
-CONFIG_NAME = "config.toml"
 
 
 def write_report(output_dir: str | Path) -> Path:
