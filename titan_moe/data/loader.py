@@ -27,9 +27,6 @@ from titan_moe.errors import ConfigError, DataError
 
 VALIDATION_SEED = 0
 
-# torchdata 0.11 calls it at every start of an iteration; nothing for a user to act on.
-warnings.filterwarnings("ignore", message="'set_vital' is deprecated")
-
 logger = logging.getLogger(__name__)
 _loaders: weakref.WeakSet["Loader"] = weakref.WeakSet()
 
@@ -107,6 +104,7 @@ class Loader:
     worker count. In validation every iteration gives the same batches.
 
     Attributes:
+        dataset: the packed samples.
         accumulation_steps: batches per optimizer step (training).
         samples_seen: samples of the complete steps handed out, over all ranks (training).
     """
@@ -123,7 +121,7 @@ class Loader:
         validation_steps: int | None = None,
         num_workers: int = 0,
     ):
-        self._dataset = dataset
+        self.dataset = dataset
         self._local, self._rank, self._ranks = local_batch_size, dp_rank, dp_size
         self._global, self.accumulation_steps = check_batch_size(local_batch_size, global_batch_size, dp_size)
         self._validation = (
@@ -142,26 +140,26 @@ class Loader:
     @property
     def num_documents(self) -> int:
         """Documents of the split."""
-        return self._dataset.corpus.num_documents
+        return self.dataset.corpus.num_documents
 
     @property
     def num_tokens(self) -> int:
         """Tokens of the split, the end-of-sequence token of each document included."""
-        return self._dataset.corpus.num_tokens
+        return self.dataset.corpus.num_tokens
 
     @property
     def num_bytes(self) -> int:
         """UTF-8 bytes of the split's text."""
-        return self._dataset.corpus.num_bytes
+        return self.dataset.corpus.num_bytes
 
     @property
     def bad_records(self) -> int:
         """Records skipped in the dataset, in both splits."""
-        return self._dataset.corpus.bad_records
+        return self.dataset.corpus.bad_records
 
     @property
     def sequences_per_epoch(self) -> int:
-        return self._dataset.sequences_per_epoch
+        return self.dataset.sequences_per_epoch
 
     def __iter__(self) -> "Loader":
         self.close()
@@ -170,15 +168,17 @@ class Loader:
         else:
             sampler = StepBatchSampler(self.samples_seen, self._local, self._global, self._rank, self._ranks)
             # Built before the fork, the tables of this epoch are shared by the workers.
-            self._dataset.epoch(self.samples_seen // self.sequences_per_epoch)
+            self.dataset.epoch(self.samples_seen // self.sequences_per_epoch)
         workers = {}
         if self._num_workers:
             # Workers touch numpy alone. Forked, they start in milliseconds; a fresh interpreter takes seconds.
             workers["multiprocessing_context"] = "fork" if sys.platform == "linux" else None
             workers["worker_init_fn"] = _ignore_signals
-        self._batches = iter(
-            StatefulDataLoader(
-                self._dataset,
+        with warnings.catch_warnings():
+            # torchdata 0.11 calls a deprecated function of torch; nothing for a user to act on.
+            warnings.filterwarnings("ignore", message="'set_vital' is deprecated")
+            loader = StatefulDataLoader(
+                self.dataset,
                 batch_sampler=sampler,
                 num_workers=self._num_workers,
                 collate_fn=_identity,
@@ -186,7 +186,7 @@ class Loader:
                 generator=torch.Generator(),
                 **workers,
             )
-        )
+        self._batches = iter(loader)
         return self
 
     def __len__(self) -> int:
@@ -306,7 +306,7 @@ def build_loader(
 def _open_split(config: JobConfig, tokenizer: Tokenizer, split: str, report: bool) -> Corpus:
     training, validation = config.training, config.validation
     source = open_source(training.dataset, training.dataset_path)
-    shared = True
+    shared, section = True, "training"
     if validation.dataset is not None or validation.dataset_path is not None:
         kind = training.dataset if validation.dataset is None else validation.dataset
         path = validation.dataset_path
@@ -315,7 +315,7 @@ def _open_split(config: JobConfig, tokenizer: Tokenizer, split: str, report: boo
         other = open_source(kind, path, "validation")
         shared = (other.kind, other.root.resolve()) == (source.kind, source.root.resolve())
         if split == "validation" and not shared:
-            source = other
+            source, section = other, "validation"
     held_out = shared and (validation.enable or split == "validation")
     if held_out and not 0 < validation.fraction < 1:
         raise ConfigError(f"validation.fraction = {validation.fraction} must be above 0 and below 1.")
@@ -331,7 +331,7 @@ def _open_split(config: JobConfig, tokenizer: Tokenizer, split: str, report: boo
         skipped = next(iter(corpora.values())).bad_records
         raise DataError(
             f"The dataset {str(source.root)!r} ({source.kind}) holds no text"
-            f"{f', all {skipped} records are bad' if skipped else ''}: check {split}.dataset_path."
+            f"{f', all {skipped} records are bad' if skipped else ''}: check {section}.dataset_path."
         )
     corpus = corpora[split if held_out else "train"]
     # A dataset that both splits share is reported once.

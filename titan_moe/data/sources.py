@@ -62,9 +62,9 @@ class Source:
         return file.relative_to(self.root).as_posix() if self.root.is_dir() else file.name
 
     def fingerprint(self) -> list[tuple[str, int, int]]:
-        """Name, size in bytes and modification time in ns of every file: changes when the data does."""
-        stats = [(file, _stat(file)) for file in self.files]
-        return [(self.name(file), stat.st_size, stat.st_mtime_ns) for file, stat in stats]
+        """Path, size in bytes and modification time in ns of every file: changes when the data does."""
+        stats = [(file.resolve(), _stat(file)) for file in self.files]
+        return [(str(file), stat.st_size, stat.st_mtime_ns) for file, stat in stats]
 
     def num_file_bytes(self) -> int:
         """Size of all files in bytes, as they lie on disk."""
