@@ -23,7 +23,7 @@ def stable_topk(values: Tensor, k: int) -> Tensor:
     assert k <= values.shape[-1], (k, values.shape)
     lowest = torch.finfo(values.dtype).min
     keys = torch.nan_to_num(values.detach(), nan=lowest, posinf=lowest, neginf=lowest)
-    if k > _LOOP_LIMIT:
+    if not 0 < k <= _LOOP_LIMIT:
         return keys.sort(dim=-1, descending=True, stable=True).indices[..., :k]
     # argmax returns the first maximum. For few picks the loop is as fast as topk and 4x faster than a stable sort.
     picks = []

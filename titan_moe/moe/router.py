@@ -5,6 +5,7 @@ T tokens, D model dim, E experts, K experts per token, G groups. The maths runs 
 
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import torch
 import torch.nn.functional as F
@@ -62,8 +63,8 @@ class Router(nn.Module):
     """Linear router with every variant of scoring and selection of ``MoEConfig``.
 
     Parameters are ``weight [E, D]`` and, with ``router_bias``, ``bias [E]``; with ``expert_bias`` the fp32 buffer
-    ``expert_bias [E]`` is added for the selection only (DeepSeek-V3, arXiv 2412.19437 §2.1.2). All three stay at no
-    less than ``router_dtype`` when the model is cast, bit for bit.
+    ``expert_bias [E]`` is added for the selection only (DeepSeek-V3, arXiv 2412.19437 §2.1.2). A cast of the model
+    leaves the parameters at no less than ``router_dtype`` and the buffer at no less than fp32, bit for bit.
     """
 
     def __init__(self, config: MoEConfig) -> None:
@@ -87,7 +88,9 @@ class Router(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Router":
         def keep(tensor: Tensor) -> Tensor:
             out = fn(tensor)
-            dtype = torch.promote_types(out.dtype, torch.promote_types(torch.float32, self.dtype))
+            # The bias is fp32 whatever the router's dtype, so its own dtype bounds it.
+            floor = min(tensor.dtype, self.dtype, key=lambda dtype: dtype.itemsize)
+            dtype = torch.promote_types(out.dtype, floor)
             if out.dtype in (tensor.dtype, dtype):
                 return out
             # From the tensor as it was: ``out`` has lost the bits already.
@@ -120,7 +123,10 @@ class Router(nn.Module):
         Returns:
             The routing, and the weighted sum of the auxiliary losses (0-d) or None.
         """
-        with torch.autocast(x_TD.device.type, enabled=False):
+        device_type = x_TD.device.type
+        # Autocast would run the linear in low precision. Meta tensors know no autocast.
+        precise = torch.amp.is_autocast_available(device_type)
+        with torch.autocast(device_type, enabled=False) if precise else nullcontext():
             return self._route(x_TD, balance, valid_T, seq_len)
 
     def _route(
