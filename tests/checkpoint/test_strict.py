@@ -1,0 +1,184 @@
+"""What does not fit or cannot be trusted is refused before a weight changes or a line of it runs."""
+
+import os
+import pickle
+import shutil
+
+import pytest
+import torch
+from torch import nn
+from training import differences, start, train
+
+from titan_moe.checkpoint import Checkpointer
+from titan_moe.checkpoint.files import Manifest, checksum, read_manifest, write_manifest
+from titan_moe.errors import CheckpointError
+
+
+@pytest.fixture
+def saved(tmp_path):
+    model, optimizer = start()
+    train(model, optimizer, [1])
+    Checkpointer(tmp_path).save(1, model, optimizer)
+    return tmp_path
+
+
+def refused(folder, model, optimizer, match):
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    state_before = len(optimizer.state) if optimizer else 0
+    with pytest.raises(CheckpointError, match=match) as error:
+        Checkpointer(folder, read_only=True).load(model, optimizer)
+    assert "\n" not in str(error.value)
+    assert not differences(before, dict(model.state_dict()))
+    assert optimizer is None or len(optimizer.state) == state_before
+
+
+def test_missing_and_unexpected_names_are_listed(saved):
+    model, optimizer = start(seed=2)
+    model.extra = nn.Parameter(torch.zeros(2))
+    del model.unused
+    refused(saved, model, optimizer, r"1 missing: model\.extra; 1 unexpected: model\.unused")
+
+
+def test_another_shape_is_listed_with_both_shapes(saved):
+    model, optimizer = start(seed=2)
+    model.unused = nn.Parameter(torch.zeros(3, dtype=torch.float64))
+    refused(saved, model, None, r"1 of another shape: model\.unused \[2\] in the checkpoint, \[3\] in the model")
+
+
+def test_another_dtype_is_listed_and_never_cast(saved):
+    model, optimizer = start(seed=2, dtype=torch.float32)
+    refused(saved, model, optimizer, r"of another dtype: model\.embed\.weight torch\.float64 in the checkpoint")
+
+
+def test_a_long_list_is_cut_with_its_count(saved):
+    model, _ = start(seed=2)
+    for index in range(30):
+        model.register_parameter(f"p{index:02}", nn.Parameter(torch.zeros(1)))
+    refused(saved, model, None, r"30 missing: model\.p00, .*model\.p07 and 22 more")
+
+
+def test_optimizer_state_that_is_not_there_is_an_error(tmp_path):
+    model, optimizer = start()
+    train(model, optimizer, [1])
+    Checkpointer(tmp_path).save(1, model)
+    refused(tmp_path, *start(seed=2), "no optimizer state")
+    # A parameter frozen when saved and trained now has no moments to continue from.
+    model.embed.weight.requires_grad_(False)
+    frozen, frozen_optimizer = start(seed=1)
+    frozen_optimizer.param_groups[0]["params"].pop(0)
+    train(frozen, frozen_optimizer, [1])
+    Checkpointer(tmp_path).save(2, frozen, frozen_optimizer)
+    refused(tmp_path, *start(seed=2), r"lacks the optimizer state of embed\.weight")
+
+
+def forge(folder, change):
+    """Change the checkpoint's files, then make the manifest fit, as an attacker would."""
+    target = folder / "step-1"
+    manifest = read_manifest(target)
+    change(target)
+    names = [path.name for path in target.iterdir() if path.name != "manifest.json"]
+    write_manifest(target, Manifest(1, manifest.serial, {name: checksum(target / name) for name in names}))
+
+
+class Bomb:
+    def __reduce__(self):
+        return os.mkdir, ("bomb",)
+
+
+class GetAttr:
+    def __reduce__(self):
+        return getattr, (torch, "load")
+
+
+def rewrite_index(change):
+    """A change of the unpickled index, pickled again."""
+
+    def apply(folder):
+        metadata = pickle.loads((folder / ".metadata").read_bytes())
+        (folder / ".metadata").write_bytes(pickle.dumps(change(metadata) or metadata))
+
+    return apply
+
+
+def outside_path(metadata):
+    next(iter(metadata.storage_data.values())).relative_path = "../other"
+
+
+def beyond_the_file(metadata):
+    next(iter(metadata.storage_data.values())).offset = 10**9
+
+
+def missing_chunk(metadata):
+    metadata.state_dict_metadata["model.embed.weight"].chunks.clear()
+
+
+def outside_the_tensor(metadata):
+    entry = metadata.state_dict_metadata["model.embed.weight"]
+    entry.chunks[0].offsets = torch.Size([-1, 0])
+
+
+def not_stored(metadata):
+    metadata.storage_data.clear()
+
+
+def bytes_item(metadata):
+    from torch.distributed.checkpoint.metadata import BytesStorageMetadata
+
+    metadata.state_dict_metadata["model.embed.weight"] = BytesStorageMetadata()
+
+
+@pytest.mark.parametrize(
+    "change, match",
+    [
+        (lambda metadata: Bomb(), r"\.metadata is refused: it asks for posix\.mkdir"),
+        (lambda metadata: GetAttr(), r"\.metadata is refused: it asks for builtins\.getattr"),
+        (lambda metadata: {"a": 1}, r"\.metadata is refused: it does not hold an index"),
+        (outside_path, r"'\.\./other', outside the checkpoint's files"),
+        (beyond_the_file, r"outside the checkpoint's files"),
+        (missing_chunk, r"the chunks of model\.embed\.weight have 0 values instead of 42"),
+        (outside_the_tensor, r"a chunk of model\.embed\.weight lies outside its shape \[7, 6\]"),
+        (not_stored, r"is in no file"),
+        (bytes_item, r"asks for .*BytesStorageMetadata"),
+    ],
+)
+def test_a_hostile_index_is_refused_and_nothing_of_it_runs(saved, monkeypatch, change, match):
+    monkeypatch.chdir(saved)
+    forge(saved, rewrite_index(change))
+    refused(saved, *start(seed=2), match)
+    assert not (saved / "bomb").exists()
+
+
+def test_a_hostile_tensor_is_refused_and_nothing_of_it_runs(saved, monkeypatch):
+    monkeypatch.chdir(saved)
+
+    def replace_tensor(folder):
+        metadata = pickle.loads((folder / ".metadata").read_bytes())
+        place = next(place for index, place in metadata.storage_data.items() if index.fqn == "model.unused")
+        torch.save(Bomb(), folder / "bad.distcp")
+        place.relative_path, place.offset = "bad.distcp", 0
+        place.length = (folder / "bad.distcp").stat().st_size
+        (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+
+    forge(saved, replace_tensor)
+    model, optimizer = start(seed=2)
+    with pytest.raises(CheckpointError, match="reading .*step-1 failed"):
+        Checkpointer(saved, read_only=True).load(model, optimizer)
+    assert not (saved / "bomb").exists()
+
+
+def test_a_manifest_that_names_a_path_is_refused(saved):
+    target = saved / "step-1"
+    manifest = read_manifest(target)
+    shutil.copy(target / "state.json", saved / "state.json")
+    write_manifest(target, Manifest(1, 1, manifest.files | {"../state.json": checksum(saved / "state.json")}))
+    refused(saved, *start(seed=2), "manifest.json is damaged")
+
+
+def test_a_state_file_of_another_kind_is_refused(saved):
+    forge(saved, lambda folder: (folder / "state.json").write_text("[1]"))
+    refused(saved, *start(seed=2), "is not a checkpoint's state")
+
+
+def test_nothing_in_a_checkpoint_names_the_folder_it_was_written_to(saved):
+    for path in (saved / "step-1").iterdir():
+        assert str(saved).encode() not in path.read_bytes() and b"pathlib" not in path.read_bytes()

@@ -1,0 +1,166 @@
+"""One checkpoint on disk: a folder that is named ``step-N`` only once it is complete, and its manifest.
+
+The manifest is written last, into a temporary folder, and holds the size and CRC-32 of every other file and of
+itself. A folder without a manifest that fits is not a checkpoint.
+"""
+
+import json
+import os
+import re
+import shutil
+import tempfile
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from titan_moe.errors import CheckpointError
+
+MANIFEST = "manifest.json"
+STATE = "state.json"
+_FORMAT = 1
+_STEP_FOLDER = re.compile(r"step-(\d+)")
+_LEFTOVER = re.compile(r"step-(\d+)\.(tmp|old)-.*")
+_CHUNK_BYTES = 1 << 24
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a complete checkpoint says of itself.
+
+    ``serial`` counts the checkpoints ever written to the parent folder: the newest is the one written last, also
+    when a run went back to an earlier step. ``files`` maps names to ``(size, crc32)``.
+    """
+
+    step: int
+    serial: int
+    files: dict[str, tuple[int, int]]
+
+
+def checksum(path: Path) -> tuple[int, int]:
+    """Size in bytes and CRC-32 of a file, read in chunks."""
+    size = crc = 0
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK_BYTES):
+            size += len(chunk)
+            crc = zlib.crc32(chunk, crc)
+    return size, crc
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write ``value`` and flush it to the disk."""
+    with path.open("w", encoding="utf-8") as file:
+        json.dump(value, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_json(path: Path) -> Any:
+    """Read a JSON file. Raises CheckpointError naming it when it is missing or broken."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise CheckpointError(f"{path}: {error.strerror}") from error
+    except ValueError as error:
+        raise CheckpointError(f"{path} is damaged: not JSON") from error
+
+
+def flush_folder(path: Path) -> None:
+    """Flush a folder's entries (new names, renames) to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """The last file of a checkpoint."""
+    body = {
+        "format": _FORMAT,
+        "step": manifest.step,
+        "serial": manifest.serial,
+        "files": {name: list(entry) for name, entry in sorted(manifest.files.items())},
+    }
+    write_json(folder / MANIFEST, {**body, "crc32": _body_crc(body)})
+    flush_folder(folder)
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of ``folder``, after checking that every file it names has its size.
+
+    Raises:
+        CheckpointError: naming the folder or file, when the checkpoint is not complete.
+    """
+    if not (folder / MANIFEST).is_file():
+        raise CheckpointError(f"{folder} is not a complete checkpoint: it has no {MANIFEST}")
+    body = read_json(folder / MANIFEST)
+    try:
+        intact = body.pop("crc32") == _body_crc(body) and body["format"] == _FORMAT
+        files = {str(name): (int(size), int(crc)) for name, (size, crc) in body["files"].items()}
+        manifest = Manifest(int(body["step"]), int(body["serial"]), files)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{folder / MANIFEST} is damaged, or of another format") from error
+    if not intact or any(name != os.path.basename(name) or name in ("", ".", "..") for name in files):
+        raise CheckpointError(f"{folder / MANIFEST} is damaged, or of another format")
+    for name, (size, _) in manifest.files.items():
+        path = folder / name
+        if not path.is_file():
+            raise CheckpointError(f"{path} is missing")
+        if path.stat().st_size != size:
+            raise CheckpointError(f"{path} is damaged: {path.stat().st_size} bytes instead of {size}")
+    return manifest
+
+
+def damaged_files(folder: Path, manifest: Manifest, part: int, parts: int) -> list[str]:
+    """Paths whose content does not have its checksum, among every ``parts``-th file from ``part`` on."""
+    names = sorted(manifest.files)[part::parts]
+    return [str(folder / name) for name in names if checksum(folder / name) != manifest.files[name]]
+
+
+def step_folders(parent: Path) -> dict[int, Path]:
+    """Every ``step-N`` in ``parent``, complete or not, by step."""
+    if not parent.is_dir():
+        return {}
+    matches = ((_STEP_FOLDER.fullmatch(path.name), path) for path in parent.iterdir() if path.is_dir())
+    return {int(match[1]): path for match, path in matches if match}
+
+
+def new_folder(parent: Path, step: int) -> Path:
+    """A new empty folder to write ``step`` into, before it gets its name."""
+    return Path(tempfile.mkdtemp(prefix=f"step-{step}.tmp-", dir=parent))
+
+
+def publish(folder: Path, final: Path) -> None:
+    """Give a complete ``folder`` its name in one move; a checkpoint that had it is removed after that."""
+    old = None
+    if final.exists():
+        old = final.with_name(f"{final.name}.old-{os.getpid()}")
+        final.rename(old)
+    folder.rename(final)
+    flush_folder(final.parent)
+    if old is not None:
+        shutil.rmtree(old)
+
+
+def remove(folder: Path) -> None:
+    """Remove a checkpoint; a kill halfway leaves nothing that has a checkpoint's name."""
+    doomed = folder.with_name(f"{folder.name}.tmp-removed-{os.getpid()}")
+    folder.rename(doomed)
+    shutil.rmtree(doomed)
+
+
+def clean(parent: Path) -> None:
+    """Remove what runs that were killed left behind, and put back a checkpoint that was being replaced."""
+    for path in parent.iterdir():
+        match = _LEFTOVER.fullmatch(path.name)
+        if match and path.is_dir():
+            final = parent / f"step-{match[1]}"
+            if match[2] == "old" and not final.exists():
+                path.rename(final)
+            else:
+                shutil.rmtree(path)
+
+
+def _body_crc(body: dict[str, Any]) -> int:
+    return zlib.crc32(json.dumps(body, sort_keys=True).encode())

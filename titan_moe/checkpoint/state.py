@@ -1,0 +1,128 @@
+"""A model's and an optimizer's state as one flat dict of tensors by global name, and the checks before loading.
+
+``model.<parameter or persistent buffer>``, ``optim.<parameter>.<moment or step>``, ``rank.<r>.<name>``.
+"""
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.tensor import DTensor
+
+from titan_moe.errors import CheckpointError
+
+_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
+_SHOWN = 8
+
+
+def global_name(name: str) -> str:
+    """A parameter's name without what compile and recompute wrappers add to it."""
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
+
+
+def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and persistent buffers, sharing memory with the model; shared ones under their first name."""
+    tensors: dict[str, torch.Tensor] = {}
+    seen: set[int] = set()
+    for name, value in model.state_dict(keep_vars=True).items():
+        assert isinstance(value, torch.Tensor), f"{name} is extra state of type {type(value).__name__}, not a tensor"
+        if id(value) not in seen:
+            seen.add(id(value))
+            tensors[f"model.{global_name(name)}"] = value.detach()
+    return tensors
+
+
+def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """Moments and step counts by parameter name; a parameter that never had a gradient has none."""
+    tensors = {}
+    for name, parameter in _parameters(model).items():
+        for key, value in optimizer.state.get(parameter, {}).items():
+            assert isinstance(value, torch.Tensor), f"optimizer state {key} of {name} is not a tensor"
+            tensors[f"optim.{name}.{key}"] = value.detach()
+    return tensors
+
+
+def without_optimizer_state(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    state: dict[nn.Parameter, dict[str, torch.Tensor]] | None = None,
+) -> list[str]:
+    """Names of the parameters that ``optimizer`` trains and ``state`` (default: its own) does not have."""
+    state = optimizer.state if state is None else state
+    trained = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    return [name for name, parameter in _parameters(model).items() if parameter in trained and not state.get(parameter)]
+
+
+def rank_key(rank: int, name: str) -> str:
+    """The name of what ``rank`` keeps for itself."""
+    return f"rank.{rank}.{name}"
+
+
+def new_optimizer_state(
+    model: nn.Module, optimizer: torch.optim.Optimizer, saved: dict[str, TensorStorageMetadata]
+) -> dict[nn.Parameter, dict[str, torch.Tensor]]:
+    """Empty optimizer state for exactly the entries that a checkpoint has; shapes and dtypes are checked later."""
+    parameters = _parameters(model)
+    groups = {parameter: group for group in optimizer.param_groups for parameter in group["params"]}
+    state: dict[nn.Parameter, dict[str, torch.Tensor]] = {}
+    for key, entry in saved.items():
+        name, _, moment = key.removeprefix("optim.").rpartition(".")
+        if not key.startswith("optim.") or (parameter := parameters.get(name)) not in groups:
+            continue
+        if moment == "step":
+            on_device = groups[parameter].get("fused") or groups[parameter].get("capturable")
+            device = parameter.device if on_device else torch.device("cpu")
+            value = torch.zeros((), dtype=entry.properties.dtype, device=device)
+        else:
+            value = torch.zeros_like(parameter, requires_grad=False)
+        state.setdefault(parameter, {})[moment] = value
+    return state
+
+
+def named_state(model: nn.Module, state: dict[nn.Parameter, dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """``new_optimizer_state``'s tensors under their names in the checkpoint."""
+    names = {parameter: name for name, parameter in _parameters(model).items()}
+    return {f"optim.{names[p]}.{key}": value for p, entries in state.items() for key, value in entries.items()}
+
+
+def check_fit(
+    wanted: dict[str, torch.Tensor], saved: dict[str, TensorStorageMetadata], ignored_prefixes: tuple[str, ...]
+) -> None:
+    """Compare names, shapes and dtypes.
+
+    Args:
+        wanted: what is to be loaded.
+        saved: what the checkpoint has.
+        ignored_prefixes: names that the checkpoint may have on top.
+
+    Raises:
+        CheckpointError: one line listing every kind of mismatch.
+    """
+    unexpected = sorted(name for name in saved.keys() - wanted.keys() if not name.startswith(ignored_prefixes))
+    problems = [("missing", sorted(wanted.keys() - saved.keys())), ("unexpected", unexpected)]
+    shapes, dtypes = [], []
+    for name in sorted(wanted.keys() & saved.keys()):
+        want, have = wanted[name], saved[name]
+        if tuple(want.shape) != tuple(have.size):
+            shapes.append(f"{name} {list(have.size)} in the checkpoint, {list(want.shape)} in the model")
+        elif want.dtype != have.properties.dtype:
+            dtypes.append(f"{name} {have.properties.dtype} in the checkpoint, {want.dtype} in the model")
+    problems += [("of another shape", shapes), ("of another dtype", dtypes)]
+    lines = [f"{len(names)} {kind}: {_shorten(names)}" for kind, names in problems if names]
+    if lines:
+        raise CheckpointError("the checkpoint does not fit the model; " + "; ".join(lines))
+
+
+def local_elements(tensor: torch.Tensor) -> int:
+    """Elements of ``tensor`` that this rank holds."""
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).numel()
+
+
+def _parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    return {global_name(name): parameter for name, parameter in model.named_parameters()}
+
+
+def _shorten(names: list[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more
