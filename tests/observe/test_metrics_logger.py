@@ -1,7 +1,9 @@
 import io
 import json
 import re
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,6 +11,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from titan_moe.config import JobConfig
 from titan_moe.errors import ConfigError, DataError, TrainingError
+from titan_moe.moe import MoE, MoEConfig, finish_step
 from titan_moe.observe import TIMING_KEYS, MetricsLogger
 from titan_moe.observe.metrics import moe_records
 
@@ -179,6 +182,35 @@ def test_moe_figures_of_a_layer_without_tokens():
     assert (record["max_over_mean"], record["dead_experts"], record["dropped"]) == (0.0, 3, 0.0)
 
 
+def test_the_counters_of_real_layers_are_understood():
+    torch.manual_seed(0)
+    layers = torch.nn.ModuleDict(
+        {
+            "a": MoE(MoEConfig(8, 4, 4, 2, expert_bias=True, capacity_factor=0.5)),
+            "b": MoE(MoEConfig(8, 4, 2, 1, normalize_weights=False, aux_loss_coef=0.5)),
+        }
+    )
+    with torch.no_grad():
+        for moe in layers.values():
+            # Every token takes the first experts.
+            moe.router.weight.zero_()
+            moe(torch.randn(2, 8, 8))
+    a, b = moe_records(finish_step(layers))
+    # 16 tokens; capacity ceil(16 * 2 / 4 * 0.5) = 4 leaves 2 * 4 of 32 slots. The bias moves away from 16 and 0.
+    assert (a["load"], a["max_over_mean"], a["dead_experts"], a["dropped"]) == ([16, 16, 0, 0], 2.0, 2, 0.75)
+    assert (a["bias_min"], a["bias_max"]) == pytest.approx((-1e-3, 1e-3))
+    # The aux loss of a uniform router is its coefficient.
+    assert (b["load"], b["dead_experts"], b["dropped"]) == ([16, 0], 1, 0.0)
+    assert b["aux_loss"] == pytest.approx(0.5)
+
+
+def test_a_dense_model_has_no_layers_to_report(tmp_path):
+    with logger(tmp_path) as log:
+        log.log_step(1, step(1), finish_step(torch.nn.Linear(2, 2)))
+        log.log_step(2, step(2), None)
+    assert [line.get("moe") for line in lines(tmp_path)] == [[], None]
+
+
 def test_large_models_record_each_experts_load_on_printed_steps_only(tmp_path):
     config = job(tmp_path, log_freq=3)
     with logger(tmp_path, config=config, total_steps=5) as log:
@@ -272,6 +304,21 @@ def test_missing_wandb_names_the_extra_on_every_rank(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match=r"titan_moe\[wandb\]"):
         logger(tmp_path, config=job(tmp_path, enable_wandb=True), rank=3)
     assert not (tmp_path / "metrics.jsonl").exists()
+
+
+def test_wandb_gets_the_configuration_and_the_scalars(tmp_path, monkeypatch):
+    logged, started = [], []
+    run = SimpleNamespace(log=lambda scalars, step: logged.append((step, scalars)), finish=lambda: logged.append("end"))
+    fake = SimpleNamespace(init=lambda **kwargs: started.append(kwargs) or run)
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    monkeypatch.setattr("titan_moe.observe.metrics.find_spec", lambda name: name == "wandb" or None)
+    with logger(tmp_path, config=job(tmp_path, enable_wandb=True)) as log:
+        log.log_step(1, step(1), counters([[3, 1]]))
+        log.log_validation(1, {"val_loss": 4.0})
+    assert started[0]["config"]["metrics"]["enable_wandb"] is True
+    assert logged[0][0] == 1
+    assert logged[0][1].items() >= {"loss": 1 / 3, "moe/layers.0.mlp/max_over_mean": 1.5}.items()
+    assert logged[1:] == [(1, {"validation/loss": 4.0}), "end"]
 
 
 def test_tensorboard_holds_the_scalars_and_forgets_steps_after_the_resume(tmp_path):

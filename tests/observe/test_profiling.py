@@ -5,7 +5,7 @@ import torch
 
 from titan_moe.config import JobConfig
 from titan_moe.errors import ConfigError
-from titan_moe.observe import profiling
+from titan_moe.observe import Profiler
 
 
 def job(folder, **changes) -> JobConfig:
@@ -17,11 +17,11 @@ def job(folder, **changes) -> JobConfig:
 
 
 def run(config: JobConfig, first: int, last: int, rank: int = 0) -> None:
-    with profiling(config, rank=rank, resume_step=first - 1) as step_done:
+    with Profiler(config, rank=rank, resume_step=first - 1) as profiler:
         for number in range(first, last + 1):
             with torch.profiler.record_function(f"marked_{number}"):
                 torch.ones(4).sum()
-            step_done()
+            profiler.step()
 
 
 def test_traces_hold_the_last_step_of_each_cycle(tmp_path):

@@ -3,6 +3,8 @@ import json
 import math
 import re
 import struct
+import subprocess
+import sys
 import zlib
 from pathlib import Path
 from xml.etree import ElementTree
@@ -82,6 +84,13 @@ def test_the_report_is_one_well_formed_file_without_links(tmp_path):
     page = parse(path)
     assert not re.search(r"https?:|url\((?!#)|@import|<link|src=", text)
     assert all(e.get("href").startswith("data:") for e in page.iter() if e.get("href"))
+
+
+def test_a_report_does_not_wait_for_torch(tmp_path):
+    write(tmp_path, [line(1)])
+    code = f"import sys; from titan_moe.observe import write_report; write_report({str(tmp_path)!r})"
+    done = subprocess.run([sys.executable, "-c", code + "; sys.exit('torch' in sys.modules)"], check=False)
+    assert done.returncode == 0
 
 
 def test_curves_hold_the_run(tmp_path):

@@ -1,8 +1,23 @@
-"""Metrics, console output, profiling and the run report."""
+"""Metrics, console output, profiling and the run report. Names load on first use: a report needs no torch."""
 
-from titan_moe.observe.flops import flops_per_token, peak_flops
-from titan_moe.observe.metrics import TIMING_KEYS, MetricsLogger
-from titan_moe.observe.profiling import profiling
-from titan_moe.observe.report import write_report
+from importlib import import_module
 
-__all__ = ["TIMING_KEYS", "MetricsLogger", "flops_per_token", "peak_flops", "profiling", "write_report"]
+_HOMES = {
+    "TIMING_KEYS": "metrics",
+    "MetricsLogger": "metrics",
+    "flops_per_token": "flops",
+    "peak_flops": "flops",
+    "Profiler": "profiling",
+    "write_report": "report",
+}
+__all__ = sorted(_HOMES)
+
+
+def __getattr__(name: str):
+    if name not in _HOMES:
+        raise AttributeError(f"module 'titan_moe.observe' has no attribute {name!r}")
+    return getattr(import_module(f"titan_moe.observe.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -33,14 +33,17 @@ def moe_records(moe: Mapping[str, Any], *, with_load: bool = True) -> list[dict[
     """Per-layer load figures from the counters of one step.
 
     Args:
-        moe: the result of ``titan_moe.moe.balance.finish_step`` on the CPU.
+        moe: the result of ``titan_moe.moe.finish_step``; what is on a GPU is copied, which waits for it.
         with_load: include ``load``, the tokens per expert.
 
     Returns:
-        One object per layer. ``max_over_mean`` is the busiest expert's tokens over the mean (1 is perfect, 0 when
+        One object per MoE layer. ``max_over_mean`` is the busiest expert's tokens over the mean (1 is perfect, 0 when
         no token came); ``dead_experts`` got no token; ``dropped`` is a share of the routed assignments;
         ``bias_min`` and ``bias_max`` are null without an expert bias.
     """
+    if not moe["names"]:
+        return []
+    moe = {key: value.cpu() if isinstance(value, Tensor) else value for key, value in moe.items()}
     counts_LE = moe["counts_LE"]
     experts_L = moe["num_experts_L"]
     real_LE = torch.arange(counts_LE.shape[1]) < experts_L[:, None]
@@ -153,7 +156,7 @@ class MetricsLogger:
             metrics: at least ``loss`` (nats per token), ``grad_norm``, ``lr`` and ``tokens`` (cumulative, over all
                 processes); others, such as ``mtp_loss``, ``data_wait_s`` (seconds) or ``skipped`` (steps skipped
                 so far), are written as they are.
-            moe: the result of ``finish_step`` on the CPU; None for a dense model.
+            moe: the result of ``titan_moe.moe.finish_step``; None for a dense model.
 
         Raises:
             TrainingError: when the line cannot be written, for example on a full disk.

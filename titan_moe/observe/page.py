@@ -11,12 +11,12 @@ body { margin: 0; background: var(--page); color: var(--text); font: 15px/1.5 sy
 main { max-width: 1320px; margin: 0 auto; padding: 28px 24px 60px; }
 h1 { font-size: 25px; margin: 0; } h2 { font-size: 18px; margin: 34px 0 12px; } h3 { font-size: 14px; margin: 0 0 6px; }
 p { margin: 4px 0; color: var(--soft); max-width: 80ch; }
-.tiles { display: grid; grid-template-columns: repeat(auto-fill, minmax(185px, 1fr)); gap: 12px; margin-top: 20px; }
+.tiles { display: grid; grid-template-columns: repeat(auto-fill, minmax(165px, 1fr)); gap: 12px; margin-top: 20px; }
 .tile, .card { background: var(--card); border: 1px solid var(--rule); border-radius: 10px; padding: 12px 16px; }
 .tile b { display: block; font-size: 22px; font-variant-numeric: tabular-nums; }
 .tile b + span { color: var(--soft); font-size: 13px; }
 .charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(480px, 100%), 1fr)); gap: 14px; }
-.wide { grid-column: 1 / -1; }
+.wide { grid-column: 1 / -1; overflow-x: auto; } .wide .chart { min-width: 620px; }
 svg { display: block; width: 100%; height: auto; }
 .grid { stroke: var(--rule); } .axis { stroke: var(--soft); } .cursor { stroke: var(--soft); visibility: hidden; }
 text { fill: var(--text); font-size: 13px; } .tick { fill: var(--soft); font-size: 12px; } .label { fill: var(--soft); }
