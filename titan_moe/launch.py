@@ -76,6 +76,8 @@ def _torchrun(argv: Sequence[str], processes: int, config: JobConfig) -> int:
         message = failure.message
         if isinstance(message, dict):
             message = message["message"]
+        elif failure.exitcode == 130:
+            message = "interrupted before training began"
         elif failure.exitcode > 0:
             message = f"exit code {failure.exitcode}; its own message is above"
         print_error(message, rank)
@@ -95,9 +97,16 @@ def _failed_at(failure: "ProcessFailure") -> float:
 
 
 def _pass_on(number: int, frame) -> None:
-    """The first signal goes to the ranks, which save and leave in their own time; the second ends them."""
-    signal.signal(number, signal.default_int_handler)
-    for rank in _children():
+    """The first signal goes to the ranks, which save and leave in their own time; the second kills them."""
+    ranks = _children()
+    if not ranks:
+        raise KeyboardInterrupt
+    signal.signal(number, lambda *_: _send(signal.SIGKILL, _children()))
+    _send(number, ranks)
+
+
+def _send(number: int, ranks: list[int]) -> None:
+    for rank in ranks:
         os.kill(rank, number)
 
 

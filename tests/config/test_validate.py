@@ -1,0 +1,202 @@
+"""Rules across keys, each refused in one line with the value, the rule and the way out."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from titan_moe.config import (
+    JobConfig,
+    data_parallel_degrees,
+    load_config,
+    model_overrides,
+    resolve_batch,
+    resolved_seed,
+    validate,
+)
+from titan_moe.errors import ConfigError
+
+
+def configure(folder: Path, *argv: str) -> JobConfig:
+    return load_config(["--job.dump_folder", str(folder / "out"), *argv])
+
+
+def test_the_defaults_are_valid_and_the_dump_folder_is_made(tmp_path):
+    validate(configure(tmp_path), 1)
+    assert (tmp_path / "out").is_dir() and not list((tmp_path / "out").iterdir())
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        "--checkpoint.keep_latest_k 1",
+        "--training.steps 1",  # fewer than the default warm-up: the schedule caps it
+        "--training.max_norm 0",
+        "--validation.enable --validation.steps -1",
+        "--training.mixed_precision_param float16",
+        "--training.dtype float64",
+        "--lr_scheduler.decay_ratio 1",
+    ],
+)
+def test_legal_settings_pass(tmp_path, options):
+    validate(configure(tmp_path, *options.split()), 2)
+
+
+@pytest.mark.parametrize(
+    ("options", "parts"),
+    [
+        ("--training.steps 0", ["training.steps = 0", "at least 1"]),
+        ("--training.seq_len 0", ["training.seq_len = 0", "at least 1"]),
+        ("--training.local_batch_size 0", ["training.local_batch_size = 0"]),
+        ("--training.seed -1", ["training.seed = -1"]),
+        ("--debug.seed 9223372036854775808", ["debug.seed", "2**63"]),
+        ("--metrics.log_freq 0", ["metrics.log_freq = 0"]),
+        ("--optimizer.lr 0", ["optimizer.lr = 0.0", "greater than 0"]),
+        ("--optimizer.lr nan", ["optimizer.lr = nan", "finite"]),
+        ("--optimizer.beta2 1", ["optimizer.beta2 = 1.0", "less than 1"]),
+        ("--optimizer.beta1 -0.1", ["optimizer.beta1 = -0.1"]),
+        ("--optimizer.eps 0", ["optimizer.eps = 0.0"]),
+        ("--optimizer.weight_decay -1", ["optimizer.weight_decay"]),
+        ("--lr_scheduler.warmup_steps -1", ["lr_scheduler.warmup_steps = -1"]),
+        ("--lr_scheduler.decay_ratio 1.5", ["lr_scheduler.decay_ratio = 1.5", "between 0 and 1"]),
+        ("--lr_scheduler.min_lr_factor 2", ["lr_scheduler.min_lr_factor = 2.0"]),
+        ("--checkpoint.keep_latest_k -1", ["checkpoint.keep_latest_k = -1"]),
+        ("--checkpoint.interval 0", ["checkpoint.interval = 0"]),
+        ("--checkpoint.load_step -2", ["checkpoint.load_step = -2"]),
+        ("--checkpoint.enable --checkpoint.initial_load_path nowhere", ["initial_load_path = 'nowhere'"]),
+        ("--checkpoint.initial_load_path .", ["checkpoint.enable"]),
+        ("--checkpoint.initial_load_in_hf", ["needs checkpoint.initial_load_path"]),
+        ("--comm.train_timeout_seconds 0", ["comm.train_timeout_seconds = 0"]),
+        ("--validation.enable --validation.freq 0", ["validation.freq = 0"]),
+        ("--validation.enable --validation.steps 0", ["validation.steps = 0", "-1"]),
+        ("--validation.enable --validation.fraction 1", ["validation.fraction = 1.0"]),
+        ("--validation.enable --validation.dataset text", ["validation.dataset_path"]),
+        ("--training.dtype float16", ["mixed_precision_param = 'float16'"]),
+        ("--training.dataset stdlb", ["training.dataset = 'stdlb'", "Did you mean 'stdlib'?"]),
+        ("--training.dataset text", ["needs training.dataset_path"]),
+        ("--training.dataset text --training.dataset_path nowhere", ["'nowhere': no such file or folder"]),
+        ("--model.tokenizer nowhere.json", ["model.tokenizer = 'nowhere.json'", "'bytes'"]),
+    ],
+)
+def test_illegal_settings_are_refused(tmp_path, options, parts):
+    with pytest.raises(ConfigError) as caught:
+        validate(configure(tmp_path, *options.split()), 1)
+    message = str(caught.value)
+    assert "\n" not in message
+    for part in parts:
+        assert part in message
+    # Refused before anything was written.
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_without_tokenizer_json_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"no such file: .*tokenizer\.json"):
+        validate(configure(tmp_path, "--model.tokenizer", str(tmp_path)), 1)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    validate(configure(tmp_path, "--model.tokenizer", str(tmp_path)), 1)
+
+
+def test_missing_packages_are_named_before_training(tmp_path, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    for options, package in [
+        ("--metrics.enable_wandb", "wandb"),
+        (f"--training.dataset parquet --training.dataset_path {tmp_path}", "pyarrow"),
+        (f"--training.dataset huggingface --training.dataset_path {tmp_path}", "datasets"),
+    ]:
+        with pytest.raises(ConfigError, match=f"needs the package {package}.*pip install"):
+            validate(configure(tmp_path, *options.split()), 1)
+
+
+def test_an_unwritable_dump_folder_is_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    for folder in (tmp_path / "file", tmp_path / "file" / "below"):
+        config = load_config(["--job.dump_folder", str(folder)])
+        with pytest.raises(ConfigError, match="cannot be written"):
+            validate(config, 1)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root writes everywhere")
+def test_a_read_only_dump_folder_is_refused(tmp_path):
+    tmp_path.chmod(0o500)
+    with pytest.raises(ConfigError, match="Permission denied"):
+        validate(configure(tmp_path), 1)
+
+
+@pytest.mark.parametrize(
+    ("world", "replicate", "shard", "degrees"),
+    [(1, 1, -1, (1, 1)), (8, 1, -1, (1, 8)), (8, 2, -1, (2, 4)), (8, 2, 4, (2, 4)), (6, 6, 1, (6, 1))],
+)
+def test_data_parallel_degrees_factor_the_world(world, replicate, shard, degrees):
+    config = JobConfig()
+    config.parallelism.data_parallel_replicate_degree = replicate
+    config.parallelism.data_parallel_shard_degree = shard
+    assert data_parallel_degrees(config, world) == degrees
+
+
+@pytest.mark.parametrize(
+    ("world", "replicate", "shard", "wanted", "near"),
+    [
+        (8, 2, 2, "2 x 2 = 4", "2 x 4, 4 x 2"),
+        (8, 3, -1, "3 x the rest", "4 x 2, 2 x 4"),
+        (1, 2, 4, "2 x 4 = 8", "1 x 1"),
+        (6, 1, 0, "1 x 0 = 0", "1 x 6"),
+        (6, 1, -2, "1 x -2 = -2", "1 x 6"),
+    ],
+)
+def test_degrees_that_do_not_factor_the_world_name_the_nearest(world, replicate, shard, wanted, near):
+    config = JobConfig()
+    config.parallelism.data_parallel_replicate_degree = replicate
+    config.parallelism.data_parallel_shard_degree = shard
+    with pytest.raises(ConfigError) as caught:
+        data_parallel_degrees(config, world)
+    assert wanted in str(caught.value) and f"{world} processes" in str(caught.value) and near in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("total", "local", "processes", "passes"), [(-1, 8, 4, 1), (32, 8, 4, 1), (32, 4, 2, 4), (6, 1, 3, 2)]
+)
+def test_global_batch_gives_the_accumulation(total, local, processes, passes):
+    config = JobConfig()
+    config.training.global_batch_size, config.training.local_batch_size = total, local
+    assert resolve_batch(config, processes) == passes
+
+
+@pytest.mark.parametrize(
+    ("total", "local", "processes", "way_out"),
+    [
+        (30, 4, 2, "Nearest legal: 24 or 32"),
+        (4, 4, 2, "Nearest legal: 8; -1 means 8. Or set training.local_batch_size = 2."),
+        (0, 4, 2, "Nearest legal: 8"),
+        (-2, 4, 2, "Nearest legal: 8"),
+    ],
+)
+def test_a_global_batch_that_does_not_divide_names_the_nearest(total, local, processes, way_out):
+    config = JobConfig()
+    config.training.global_batch_size, config.training.local_batch_size = total, local
+    with pytest.raises(ConfigError) as caught:
+        resolve_batch(config, processes)
+    assert f"global_batch_size = {total}" in str(caught.value) and way_out in str(caught.value)
+
+
+def test_debug_seed_beats_training_seed():
+    assert resolved_seed(load_config(["--training.seed", "3"])) == 3
+    assert resolved_seed(load_config(["--training.seed", "3", "--debug.seed", "0"])) == 0
+
+
+def test_model_overrides_merge_moe_keys_under_the_override_table():
+    assert model_overrides(JobConfig()) == {"dispatcher": "local", "experts": "grouped"}
+    config = load_config(
+        [
+            *("--moe.force_balance", "--moe.capacity_factor", "1.5", "--moe.jitter", "0"),
+            *("--moe.experts", "sequential", "--model.override.capacity_factor", "2.0"),
+            *("--model.override.num_experts", "16"),
+        ]
+    )
+    assert model_overrides(config) == {
+        "dispatcher": "local",
+        "experts": "sequential",
+        "selection": "round_robin",
+        "capacity_factor": 2.0,
+        "jitter": 0.0,
+        "num_experts": 16,
+    }

@@ -1,0 +1,245 @@
+"""The titan-moe command and the launcher, with a stand-in for the training itself."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from titan_moe import __version__
+from titan_moe.cli import main
+from titan_moe.errors import ConfigError, DataError, reported
+from titan_moe.launch import process_count
+
+# Takes the trainer's place in every process that starts with it on its path.
+STAND_IN = """
+import os, signal, sys, time, types
+
+def train(config):
+    rank, mode = int(os.environ.get("RANK", 0)), config.job.description
+    if mode == "error":
+        from titan_moe.errors import DataError
+        if rank == 1:
+            raise DataError("line 3 of x.jsonl is broken")
+        time.sleep(0.2)
+        raise ConnectionError("closed by peer")
+    if mode == "killed" and rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    stop = []
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: stop.append(1))
+    if mode == "wait":
+        print("pid", os.getpid(), flush=True)
+    while mode != "ok" and not stop:
+        time.sleep(0.02)
+    print("saved by rank", rank, "with", os.environ.get("OMP_NUM_THREADS"), "threads", flush=True)
+
+sys.modules["titan_moe.trainer"] = types.SimpleNamespace(train=train)
+"""
+
+
+@pytest.fixture
+def start(tmp_path: Path):
+    """``start(ngpu, mode, *options) -> Popen`` of ``titan-moe train``."""
+    (tmp_path / "sitecustomize.py").write_text(STAND_IN)
+
+    def run(ngpu: int, mode: str, *options: str) -> subprocess.Popen:
+        paths = [str(tmp_path), str(Path(__file__).parents[1])]
+        environment = {**os.environ, "NGPU": str(ngpu), "PYTHONPATH": os.pathsep.join(paths)}
+        environment.pop("OMP_NUM_THREADS", None)
+        command = [sys.executable, "-m", "titan_moe.cli", "train", "--job.description", mode]
+        return subprocess.Popen(
+            [*command, "--job.dump_folder", str(tmp_path / "out"), *options],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    return run
+
+
+def ended(code: int | None, *argv: str) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(argv)
+    assert end.value.code == code
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_help_and_version(capsys):
+    main([])
+    assert "doctor" in capsys.readouterr().out
+    main(["--help"])
+    assert "generate" in capsys.readouterr().out
+    main(["--version"])
+    assert __version__ in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("argv", "part"),
+    [
+        (["trian"], "Did you mean 'train'?"),
+        (["config", "nowhere.toml"], "nowhere.toml: no such file"),
+        (["train", "--training.step", "3"], "--training.steps"),
+        (["tokenizer"], "titan-moe tokenizer train"),
+        (["report"], "titan-moe report OUTPUT_DIR"),
+        (["doctor", "now"], "takes no arguments"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_2(argv, part, capsys):
+    ended(2, *argv)
+    captured = capsys.readouterr()
+    assert captured.err.startswith("titan-moe: error: ") and captured.err.count("\n") == 1 and part in captured.err
+    assert captured.out == ""
+
+
+def test_config_prints_what_the_run_will_use(tmp_path, capsys):
+    path = tmp_path / "a.toml"
+    path.write_text("[training]\nsteps = 7\n")
+    main(["config", str(path), "--training.seq_len", "32"])
+    out = capsys.readouterr().out
+    assert "\nsteps = 7\n" in out and "\nseq_len = 32\n" in out
+
+
+def test_doctor_lists_versions_and_optional_packages(capsys, monkeypatch):
+    import importlib
+
+    genuine = importlib.import_module
+
+    def absent(name, *rest):
+        # Their import takes seconds; whether they are here is not what is tested.
+        if name in ("transformers", "datasets", "deep_ep"):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+        if name == "wandb":
+            raise RuntimeError("half installed")
+        return genuine(name, *rest)
+
+    monkeypatch.setattr(importlib, "import_module", absent)
+    main(["doctor"])
+    out = capsys.readouterr().out
+    rows = {line.split("│")[1].strip(): line for line in out.splitlines() if line.startswith("│")}
+    for name in (
+        "python",
+        "torch",
+        "triton",
+        "torchao",
+        "transformer-engine",
+        "deep_ep",
+        "hybridep",
+        "pyarrow",
+        "matplotlib",
+    ):
+        assert name in rows
+    assert "not installed" in rows["transformers"] and "broken: RuntimeError: half installed" in rows["wandb"]
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "line"),
+    [
+        (ConfigError("a"), 2, "titan-moe: error: a\n"),
+        (DataError("two\nlines"), 1, "titan-moe: error: two lines\n"),
+        (OSError(28, "No space left on device"), 1, "No space left on device"),
+        (ValueError("x"), 1, "ValueError: x (--debug.traceback shows where)"),
+        (KeyboardInterrupt(), 130, ""),
+    ],
+)
+def test_errors_become_one_line_and_a_code(error, code, line, capsys):
+    with pytest.raises(SystemExit) as end, reported():
+        raise error
+    err = capsys.readouterr().err
+    assert end.value.code == code and line in err and "Traceback" not in err
+    if not isinstance(error, KeyboardInterrupt):
+        with pytest.raises(SystemExit), reported(show_traceback=True):
+            raise error
+        assert "Traceback" in capsys.readouterr().err
+
+
+def test_faults_of_the_program_keep_their_traceback():
+    with pytest.raises(AssertionError), reported():
+        raise AssertionError("ours")
+
+
+def test_a_closed_pipe_ends_quietly():
+    shell = f"set -o pipefail; {sys.executable} -m titan_moe.cli train --help | true"
+    done = subprocess.run(["bash", "-c", shell], capture_output=True, text=True, check=False)
+    assert done.stderr == "" and done.returncode in (0, 141)
+
+
+def test_process_count_comes_from_ngpu_or_the_gpus(monkeypatch, tmp_path):
+    monkeypatch.setenv("NGPU", "3")
+    assert process_count() == 3
+    for wrong in ("0", "-1", "two"):
+        monkeypatch.setenv("NGPU", wrong)
+        with pytest.raises(ConfigError, match="NGPU"):
+            process_count()
+    monkeypatch.delenv("NGPU")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert process_count() == 1
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text("#!/bin/sh\necho 'GPU 0: a'\necho 'GPU 1: b'\n")
+    tool.chmod(0o755)
+    assert process_count() == 2
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    assert process_count() == 1
+
+
+def test_one_process_trains_in_place_and_takes_signals_itself(start):
+    process = start(1, "wait")
+    pid = int(process.stdout.readline().split()[1])
+    assert pid == process.pid
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=30)
+    assert process.returncode == 0 and "saved by rank 0" in out and err == ""
+
+
+def test_ranks_get_the_first_signal_and_leave_in_their_own_time(start):
+    process = start(2, "wait")
+    for _ in range(2):
+        process.stdout.readline()
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0 and err == ""
+    assert "saved by rank 0" in out and "saved by rank 1" in out
+    threads = max(1, len(os.sched_getaffinity(0)) // 2)
+    assert f"with {threads} threads" in out
+
+
+def test_no_rank_outlives_a_launcher_that_was_killed(start):
+    process = start(2, "wait")
+    pids = [int(process.stdout.readline().split()[1]) for _ in range(2)]
+    process.kill()
+    process.wait()
+    deadline = time.monotonic() + 10
+    while any(map(alive, pids)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not any(map(alive, pids))
+
+
+@pytest.mark.parametrize(
+    ("mode", "code", "last"),
+    [
+        ("error", 1, "titan-moe: error: rank 1: line 3 of x.jsonl is broken"),
+        ("killed", 137, "titan-moe: error: rank 1: Signal 9 (SIGKILL)"),
+    ],
+)
+def test_the_last_line_names_the_first_rank_that_failed_and_why(start, mode, code, last):
+    process = start(2, mode)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == code
+    assert err.splitlines()[-1].startswith(last) and "Traceback" not in err
+
+
+def test_an_impossible_configuration_shows_once_and_starts_no_rank(start):
+    process = start(2, "ok", "--parallelism.data_parallel_replicate_degree", "3")
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 2 and err.count("\n") == 1 and "Nearest legal: 2 x 1" in err
