@@ -115,7 +115,7 @@ def line_chart(
     width, height = (WIDE_WIDTH, WIDE_HEIGHT) if wide else (WIDTH, HEIGHT)
     x_range, y_range = (float(x_values.min()), float(x_values.max())), (low if zero else low - margin, high + margin)
     frame = Frame(x_range, y_range, width, height)
-    y_ticks = [t for t in ticks(frame.y0, frame.y1) if not whole or t == int(t)]
+    y_ticks = [t for t in ticks(frame.y0, frame.y1, 8 if wide else 5) if not whole or t == int(t)]
     x_ticks = [t for t in ticks(frame.x0, frame.x1, 7) if t == int(t)]
     parts = [frame.axes("step", y_label, x_ticks, y_ticks)]
     for s in series:

@@ -139,7 +139,12 @@ def _training_charts(history: History) -> str:
         # Both are throughput times a constant: the one with more meaning is enough.
         if steps.has(key) and not (key == "tflops" and steps.has("mfu")):
             cards.append(_card(title, line_chart([curve(title, key, style)], label, zero=zero)))
-    return f'<div class="charts">{"".join(cards)}</div>'
+    note = ""
+    if loss[0].data.low is not None:
+        note = (
+            "<p>A point is the mean of several steps; the shade reaches from their least to their greatest value.</p>"
+        )
+    return f'{note}<div class="charts">{"".join(cards)}</div>'
 
 
 def _curves(steps: Any) -> Callable[[str, str, str], Series]:
