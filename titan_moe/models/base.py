@@ -62,12 +62,8 @@ class ModelConfig:
     """The MoE layers."""
 
     def __post_init__(self) -> None:
-        for name in ("vocab_size", "dim", "num_layers", "num_heads", "num_kv_heads", "head_dim", "max_seq_len"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} = {getattr(self, name)}: must be at least 1.")
-        for name in ("num_dense_layers", "mtp_depth"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"{name} = {getattr(self, name)}: must be at least 0.")
+        self.at_least(1, "vocab_size", "dim", "num_layers", "num_heads", "num_kv_heads", "head_dim", "max_seq_len")
+        self.at_least(0, "num_dense_layers", "mtp_depth")
         if self.num_heads % self.num_kv_heads:
             raise ConfigError(
                 f"num_kv_heads = {self.num_kv_heads} does not divide num_heads = {self.num_heads}. Set it to a divisor."
@@ -84,6 +80,13 @@ class ModelConfig:
         check_scaling(self.rope_scaling)
         if self.rotary().dim % 2:
             raise ConfigError(f"{self.rotary().dim} rotary dims: must be even. Change the head dim.")
+
+    def at_least(self, least: int, *names: str) -> None:
+        """Raises ConfigError if one of these fields is set below ``least``."""
+        for name in names:
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ConfigError(f"{name} = {value}: must be at least {least}.")
 
     def rotary(self) -> Rotary:
         """The rotation of queries and keys."""

@@ -7,7 +7,6 @@ group-limited routing, multi-token prediction.
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from titan_moe.errors import ConfigError
 from titan_moe.models.attention import LatentAttention
 from titan_moe.models.base import Decoder, ModelConfig
 from titan_moe.models.rope import Rotary
@@ -38,9 +37,7 @@ class DeepseekV3Config(ModelConfig):
     """Rotary pairs are neighbours, as in the published weights."""
 
     def __post_init__(self) -> None:
-        for name in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} = {getattr(self, name)}: must be at least 1.")
+        self.at_least(1, "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
         self.num_kv_heads = self.num_heads
         self.head_dim = self.qk_nope_head_dim + self.qk_rope_head_dim
         super().__post_init__()

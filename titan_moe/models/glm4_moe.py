@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
+from titan_moe.errors import ConfigError
 from titan_moe.models.attention import Attention
 from titan_moe.models.base import Decoder, ModelConfig
 from titan_moe.models.rope import Rotary
@@ -21,6 +22,12 @@ class Glm4MoeConfig(ModelConfig):
     """Biases on the query, key and value projections."""
     partial_rotary_factor: float = 0.5
     """Leading share of a head's dims that rotate."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.partial_rotary_factor <= 1:
+            value = self.partial_rotary_factor
+            raise ConfigError(f"partial_rotary_factor = {value}: must be a share of the head: above 0, at most 1.")
+        super().__post_init__()
 
     def rotary(self) -> Rotary:
         dim = int(self.head_dim * self.partial_rotary_factor)
@@ -56,7 +63,7 @@ FLAVORS = {
             shared_hidden_dim=128,
         ),
     ),
-    # mtp_depth = 1 adds the published MTP layer.
+    # mtp_depth = 1 with mtp_own_embeddings adds the published MTP layer.
     "355b_a32b": Glm4MoeConfig(
         vocab_size=151552,
         dim=5120,

@@ -19,6 +19,10 @@ class GptOssConfig(ModelConfig):
     full_attention_every: int = 2
     """Layers 1, 3, 5, ... see the whole past with 2; the others have the window."""
 
+    def __post_init__(self) -> None:
+        self.at_least(1, "sliding_window", "full_attention_every")
+        super().__post_init__()
+
 
 class GptOss(Decoder):
     """GPT-OSS."""

@@ -17,6 +17,10 @@ class MixtralConfig(ModelConfig):
     sliding_window: int | None = None
     """Positions each token attends to, itself included; None: all earlier ones."""
 
+    def __post_init__(self) -> None:
+        self.at_least(1, "sliding_window")
+        super().__post_init__()
+
 
 class Mixtral(Decoder):
     """Mixtral."""
