@@ -16,8 +16,8 @@ from titan_moe.moe import MoEConfig
 
 _MISSING = object()
 
-# Training-only settings, which config.json has no place for.
-_NOT_IN_HF = {"mtp_loss_weight", "mtp_own_embeddings", "moe"}
+# Settings of training, which config.json has no place for; MTP depth is checked against the weights.
+_NOT_IN_HF = {"mtp_depth", "mtp_loss_weight", "mtp_own_embeddings", "moe"}
 _NOT_IN_HF_MOE = {
     *("bias_update_speed", "jitter", "router_dtype", "capacity_factor", "drop_policy", "pad_to_capacity"),
     *("aux_loss_coef", "seq_aux_loss_coef", "global_aux_loss_coef", "z_loss_coef", "pad_counts_to"),
@@ -295,12 +295,8 @@ _TRANSLATIONS = {
 }
 
 
-def config_from_hf(hf: dict[str, Any], mtp_depth: int = 0) -> ModelConfig:
-    """Our configuration of a ``config.json``.
-
-    Args:
-        hf: its content.
-        mtp_depth: multi-token-prediction layers to build, at most those it announces.
+def config_from_hf(hf: dict[str, Any]) -> ModelConfig:
+    """Our configuration of a ``config.json``, without the multi-token-prediction layers that it may announce.
 
     Raises:
         ConfigError: for an unknown model type, a missing key, or a setting that our family cannot express.
@@ -309,15 +305,12 @@ def config_from_hf(hf: dict[str, Any], mtp_depth: int = 0) -> ModelConfig:
     if family not in _TRANSLATIONS:
         raise ConfigError(f"config.json: model_type = {family!r} is not supported.{nearest(family, _TRANSLATIONS)}")
     _check_quantization(hf.get("quantization_config") or {})
-    announced = mtp_layers_in(hf)
-    if not 0 <= mtp_depth <= announced:
-        raise ConfigError(f"mtp_depth = {mtp_depth}: config.json announces {announced} MTP layers.")
     translation = _TRANSLATIONS[family]
     values = translation.read(_Reader(hf)) | translation.moe
     of_moe = {field.name for field in fields(MoEConfig)}
     moe = MoEConfig(**{key: value for key, value in values.items() if key in of_moe})
     rest = {key: value for key, value in values.items() if key not in of_moe or key == "dim"}
-    return type(next(iter(FAMILIES[family].flavors.values())))(**rest, mtp_depth=mtp_depth, moe=moe)
+    return type(next(iter(FAMILIES[family].flavors.values())))(**rest, moe=moe)
 
 
 def config_to_hf(config: ModelConfig, origin: dict[str, Any], mtp_layers: int, dtype: torch.dtype) -> dict[str, Any]:
@@ -363,7 +356,7 @@ def config_to_hf(config: ModelConfig, origin: dict[str, Any], mtp_layers: int, d
         hf["num_nextn_predict_layers"] = mtp_layers
     if "partial_rotary_factor" in hf:
         hf["rope_parameters"]["partial_rotary_factor"] = hf["partial_rotary_factor"]
-    for name, ours, theirs in _differences(config, config_from_hf(hf, config.mtp_depth)):
+    for name, ours, theirs in _differences(config, config_from_hf(hf)):
         raise ConfigError(
             f"{name} = {ours!r}: transformers' {translation.architecture} has {theirs!r}, so an export would be "
             "another model."

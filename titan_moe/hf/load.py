@@ -17,6 +17,7 @@ from titan_moe.hf.config import config_from_hf, mtp_layers_in
 from titan_moe.hf.names import Piece, layouts, repeats
 from titan_moe.hf.source import Dequantized, open_source
 from titan_moe.models import from_config
+from titan_moe.models.base import override_config
 
 logger = logging.getLogger(__name__)
 
@@ -41,8 +42,7 @@ def load_hf(
     path_or_model: str | Path | nn.Module,
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
-    *,
-    mtp_depth: int = 0,
+    **override: Any,
 ) -> nn.Module:
     """Our model with the weights of a Hugging Face checkpoint.
 
@@ -55,18 +55,19 @@ def load_hf(
         dtype: of the parameters. None keeps the file's: the widest one among its tensors, quantised ones counting
             as bfloat16. Router weights and expert biases stay fp32 at least.
         device: where the model goes; the current default device by default.
-        mtp_depth: multi-token-prediction layers to build and load. Others in the file are left alone, and
-            ``save_hf`` copies them into the export.
+        **override: fields of the model's config or of MoEConfig that differ from the file, as in
+            ``titan_moe.models.build``. ``mtp_depth=1`` builds and loads a multi-token-prediction layer; those that
+            are not built stay in the file, and ``save_hf`` copies them into the export.
 
     Returns:
         A module in training mode that maps ``input_ids[B, S]`` to ``logits[B, S, V]``.
 
     Raises:
         CheckpointError: for a missing, damaged or unfitting file, and for any missing, unknown or unused name.
-        ConfigError: for a ``config.json`` that our families cannot express.
+        ConfigError: for a ``config.json`` that our families cannot express, or an unknown override.
     """
     source = Dequantized(open_source(path_or_model))
-    config = config_from_hf(source.config, mtp_depth)
+    config = override_config(config_from_hf(source.config), override)
     with torch.device("meta"):
         model = from_config(config)
     # Before any memory is taken: most faults show here.
@@ -132,6 +133,7 @@ def _plan(model: nn.Module, source: Dequantized) -> _Plan:
         pieces = max(ways, key=lambda way: sum(piece.hf_name in have for piece in way) / len(way))
         absent = [piece.hf_name for piece in pieces if piece.hf_name not in have]
         missing += absent
+        used.update(piece.hf_name for piece in pieces)
         if absent:
             continue
         for piece in pieces:
@@ -140,11 +142,12 @@ def _plan(model: nn.Module, source: Dequantized) -> _Plan:
                     f"{piece.hf_name}: shape {list(source.shape(piece.hf_name))}, expected {list(piece.hf_shape)}; "
                     "the weights do not fit the configuration."
                 )
+            if not source.dtype(piece.hf_name).is_floating_point:
+                raise CheckpointError(f"{piece.hf_name}: is {source.dtype(piece.hf_name)}, expected floats.")
         plan.pieces[name] = pieces
         shared = 0 if config.mtp_own_embeddings else config.mtp_depth
         copies = repeats(name, config.num_layers, shared, config.tie_embeddings)
         plan.repeats[name] = [copy for copy in copies if copy in have]
-        used.update(piece.hf_name for piece in pieces)
         used.update(plan.repeats[name])
     left = {name for name in have - used if not _IGNORED.search(name)}
     layers = range(config.num_layers + config.mtp_depth, config.num_layers + mtp_layers_in(source.config))
