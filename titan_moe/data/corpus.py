@@ -14,6 +14,7 @@ import logging
 import os
 import shutil
 import sys
+from array import array
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
@@ -149,7 +150,7 @@ class _SplitWriter:
     def __init__(self, stream: BinaryIO, dtype: np.dtype, eos_id: int):
         self._stream = stream
         self._eos = np.array([eos_id], dtype)
-        self.lengths: list[int] = []
+        self.lengths = array("q")
         self.num_bytes = 0
 
     def write(self, tokens: np.ndarray, num_bytes: int) -> None:
@@ -159,7 +160,7 @@ class _SplitWriter:
         self.num_bytes += num_bytes
 
     def offsets(self) -> np.ndarray:
-        return np.concatenate(([0], np.cumsum(self.lengths, dtype=np.int64))).astype(np.int64)
+        return np.concatenate(([0], np.cumsum(self.lengths))).astype(np.int64)
 
 
 def _build(

@@ -5,9 +5,13 @@ micro-step a on data-parallel rank r is sample n·G + (a·ranks + r)·L + b, wit
 """
 
 import atexit
+import functools
 import logging
+import os
 import signal
 import sys
+import threading
+import time
 import warnings
 import weakref
 from collections.abc import Iterator
@@ -173,7 +177,7 @@ class Loader:
         if self._num_workers:
             # Workers touch numpy alone. Forked, they start in milliseconds; a fresh interpreter takes seconds.
             workers["multiprocessing_context"] = "fork" if sys.platform == "linux" else None
-            workers["worker_init_fn"] = _ignore_signals
+            workers["worker_init_fn"] = functools.partial(_settle_worker, os.getpid())
         with warnings.catch_warnings():
             # torchdata 0.11 calls a deprecated function of torch; nothing for a user to act on.
             warnings.filterwarnings("ignore", message="'set_vital' is deprecated")
@@ -235,10 +239,21 @@ def _identity(batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     return batch
 
 
-def _ignore_signals(worker: int) -> None:
-    """Ctrl-C and a termination of the process group are the training process's to handle."""
+def _settle_worker(parent: int, worker: int) -> None:
+    """Ctrl-C and a termination of the process group are the training process's to handle; its death is not.
+
+    A worker that is writing a batch into the full pipe of a dead process would wait for ever, so a thread
+    looks after the parent.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(1)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 @atexit.register
