@@ -122,6 +122,24 @@ def test_overrides_reach_the_model_and_unknown_ones_are_refused(qwen):
         titan_moe.load_hf(qwen, aux_los_coef=0.01)
 
 
+def test_a_dtype_that_weights_cannot_have_is_refused(qwen, tmp_path):
+    for dtype in (torch.int8, torch.float8_e4m3fn, "bfloat16"):
+        with pytest.raises(ConfigError, match=r"dtype = .*must be one of None, torch\.float64"):
+            titan_moe.load_hf(qwen, dtype)
+        with pytest.raises(ConfigError, match=r"dtype = .*must be one of None, torch\.float64"):
+            titan_moe.save_hf(titan_moe.load_hf(qwen), tmp_path / "out", dtype)
+
+
+def test_a_model_that_differs_from_the_checkpoints_config_is_told_so(qwen, caplog):
+    ours = titan_moe.load_hf(qwen, rope_theta=5e5, top_k=3, aux_loss_coef=0.1)
+    with caplog.at_level("WARNING"):
+        load_hf_weights(ours, qwen)
+    assert [record.getMessage() for record in caplog.records] == [
+        "rope_theta = 500000.0, but the checkpoint's config.json has 10000.0.",
+        "top_k = 3, but the checkpoint's config.json has 2.",
+    ]
+
+
 def test_weights_go_into_an_existing_model_in_its_dtype(qwen):
     ours = titan_moe.load_hf(qwen).double()
     expected = {name: tensor.clone() for name, tensor in ours.state_dict().items()}

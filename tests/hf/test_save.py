@@ -54,6 +54,41 @@ def test_an_export_replaces_the_earlier_one_and_keeps_other_files(qwen, tmp_path
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "qwen"]
 
 
+@pytest.mark.parametrize("renamed", [False, True])
+def test_a_swap_that_a_crash_cut_in_two_is_brought_to_its_end(renamed, qwen, tmp_path):
+    ours = titan_moe.load_hf(qwen)
+    titan_moe.save_hf(ours, tmp_path / "out")
+    (tmp_path / "out/tokenizer.json").write_text("{}")
+    # As a kill leaves it before, or after, the new export takes its name; with half a file of a third attempt.
+    (tmp_path / "out").rename(tmp_path / ".out.old")
+    if renamed:
+        titan_moe.save_hf(ours, tmp_path / "new")
+        (tmp_path / "new").rename(tmp_path / "out")
+    (tmp_path / ".out.tmp").mkdir()
+    (tmp_path / ".out.tmp/0.part").write_bytes(b"half")
+    titan_moe.save_hf(ours, tmp_path / "out")
+    assert (tmp_path / "out/tokenizer.json").read_text() == "{}"
+    assert equal(tensors_of(tmp_path / "out"), tensors_of(qwen))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "qwen"]
+
+
+def test_an_export_that_cannot_take_its_name_puts_the_earlier_one_back(qwen, tmp_path, monkeypatch):
+    ours = titan_moe.load_hf(qwen)
+    titan_moe.save_hf(ours, tmp_path / "out")
+    rename = os.rename
+
+    def refuse(source, target):
+        if str(source).endswith(".tmp"):
+            raise OSError(5, os.strerror(5))
+        rename(source, target)
+
+    monkeypatch.setattr(save.os, "rename", refuse)
+    with pytest.raises(CheckpointError, match="nothing there was changed: Input/output error"):
+        titan_moe.save_hf(ours, tmp_path / "out")
+    assert equal(tensors_of(tmp_path / "out"), tensors_of(qwen))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "qwen"]
+
+
 def full_disk(tensors, file, metadata):
     file.write_bytes(b"half")
     raise OSError(28, os.strerror(28))

@@ -356,12 +356,19 @@ def config_to_hf(config: ModelConfig, origin: dict[str, Any], mtp_layers: int, d
         hf["num_nextn_predict_layers"] = mtp_layers
     if "partial_rotary_factor" in hf:
         hf["rope_parameters"]["partial_rotary_factor"] = hf["partial_rotary_factor"]
-    for name, ours, theirs in _differences(config, config_from_hf(hf)):
+    for name, ours, theirs in differences(config, config_from_hf(hf)):
         raise ConfigError(
             f"{name} = {ours!r}: transformers' {translation.architecture} has {theirs!r}, so an export would be "
             "another model."
         )
     return hf
+
+
+def check_dtype(dtype: torch.dtype | None) -> None:
+    """Refuses a dtype that weights cannot have; None is fine."""
+    legal = (None, torch.float64, torch.float32, torch.bfloat16, torch.float16)
+    if dtype not in legal:
+        raise ConfigError(f"dtype = {dtype!r}: must be one of {', '.join(map(str, legal))}.")
 
 
 def mtp_layers_in(hf: dict[str, Any]) -> int:
@@ -378,8 +385,8 @@ def _check_quantization(quantization: dict[str, Any]) -> None:
         raise ConfigError(f"config.json: weight_block_size = {block} is not supported; only [128, 128].")
 
 
-def _differences(ours: ModelConfig, theirs: ModelConfig) -> list[tuple[str, Any, Any]]:
-    """Fields of the architecture in which two configurations differ."""
+def differences(ours: ModelConfig, theirs: ModelConfig) -> list[tuple[str, Any, Any]]:
+    """Fields of the architecture in which two configurations of one family differ, with both values."""
     skipped, skipped_moe = set(_NOT_IN_HF), set(_NOT_IN_HF_MOE)
     if not ours.num_dense_layers:
         skipped.add("ffn_dim")

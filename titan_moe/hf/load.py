@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from titan_moe.errors import CheckpointError
-from titan_moe.hf.config import config_from_hf, mtp_layers_in
+from titan_moe.hf.config import check_dtype, config_from_hf, differences, mtp_layers_in
 from titan_moe.hf.names import Piece, layouts, repeats
 from titan_moe.hf.source import Dequantized, open_source
 from titan_moe.models import from_config
@@ -66,6 +66,7 @@ def load_hf(
         CheckpointError: for a missing, damaged or unfitting file, and for any missing, unknown or unused name.
         ConfigError: for a ``config.json`` that our families cannot express, or an unknown override.
     """
+    check_dtype(dtype)
     source = Dequantized(open_source(path_or_model))
     config = override_config(config_from_hf(source.config), override)
     with torch.device("meta"):
@@ -86,10 +87,16 @@ def load_hf(
 def load_hf_weights(model: nn.Module, path_or_model: str | Path | nn.Module) -> None:
     """Copies Hugging Face weights into an existing model, in the model's dtypes; DTensors get their own part.
 
+    The model keeps its configuration; where that differs from the checkpoint's, a warning says so.
+
     Raises:
         CheckpointError: as ``load_hf``; also when a shape differs from the model's.
     """
     source = Dequantized(open_source(path_or_model))
+    theirs = config_from_hf(source.config)
+    if type(theirs) is type(model.config):
+        for name, ours, other in differences(model.config, theirs):
+            logger.warning("%s = %r, but the checkpoint's config.json has %r.", name, ours, other)
     _fill(model, source, _plan(model, source))
 
 

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from titan_moe.distributed import broadcast_object, rank
 from titan_moe.errors import CheckpointError, TrainingError
-from titan_moe.hf.config import config_to_hf, mtp_layers_in
+from titan_moe.hf.config import check_dtype, config_to_hf, mtp_layers_in
 from titan_moe.hf.load import HFOrigin, model_tensors
 from titan_moe.hf.names import pieces, repeats
 from titan_moe.hf.source import Dequantized, open_source
@@ -78,7 +78,8 @@ def save_hf(model: nn.Module, path: str | Path, dtype: torch.dtype | None = None
     """
     if max_shard_gb <= 0:
         raise CheckpointError(f"max_shard_gb = {max_shard_gb}: must be more than 0.")
-    target = Path(path).resolve()
+    check_dtype(dtype)
+    target = Path(path).expanduser().resolve()
     origin: HFOrigin | None = getattr(model, "hf_origin", None)
     extra = _untrained(origin)
     weights_dtype = dtype or model_tensors(model)["embed_tokens.weight"].dtype
@@ -159,6 +160,7 @@ def _untrained(origin: HFOrigin | None) -> list[str]:
 def _write(
     target: Path, tensors: Iterator[tuple[str, Tensor]], total: int, max_shard: int, hf_config: dict[str, Any]
 ) -> None:
+    _finish_swap(target)
     if target.exists() and not target.is_dir():
         raise CheckpointError("it is a file; give a folder")
     if target.is_dir() and any(target.iterdir()) and not (target / "config.json").is_file():
@@ -167,7 +169,8 @@ def _write(
     free = shutil.disk_usage(target.parent).free
     if free < total:
         raise CheckpointError(f"{total / 1e9:.1f} GB needed, {free / 1e9:.1f} GB free on the disk")
-    aside = target.parent / f".{target.name}.{os.getpid()}.tmp"
+    # One fixed name, so that what a killed export left is found and removed.
+    aside = target.parent / f".{target.name}.tmp"
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir()
     try:
@@ -175,6 +178,9 @@ def _write(
         _write_json(aside / "config.json", hf_config)
         _sync(aside)
         _swap(aside, target)
+    except BaseException:
+        _finish_swap(target)
+        raise
     finally:
         shutil.rmtree(aside, ignore_errors=True)
 
@@ -217,22 +223,29 @@ def _write_shards(folder: Path, tensors: Iterator[tuple[str, Tensor]], total: in
     _write_json(folder / "model.safetensors.index.json", index)
 
 
+def _old(target: Path) -> Path:
+    return target.parent / f".{target.name}.old"
+
+
 def _swap(new: Path, target: Path) -> None:
-    if not target.exists():
-        os.rename(new, target)
-        _sync(target.parent)
+    if target.exists():
+        os.rename(target, _old(target))
+    os.rename(new, target)
+    _finish_swap(target)
+    _sync(target.parent)
+
+
+def _finish_swap(target: Path) -> None:
+    """Brings a swap to its end, also one that a crash cut in two: the earlier export goes back or away."""
+    old = _old(target)
+    if not old.exists():
         return
-    old = new.with_suffix(".old")
-    os.rename(target, old)
-    try:
-        os.rename(new, target)
-    except OSError:
+    if not target.exists():
         os.rename(old, target)
-        raise
+        return
     for file in old.iterdir():
         if not _OWN_FILES.match(file.name):
             os.rename(file, target / file.name)
-    _sync(target.parent)
     shutil.rmtree(old)
 
 

@@ -46,7 +46,9 @@ def open_source(path_or_model: str | Path | nn.Module) -> "Source":
     Raises:
         CheckpointError: when the folder is missing or damaged.
     """
-    return _Instance(path_or_model) if isinstance(path_or_model, nn.Module) else Folder(Path(path_or_model))
+    if isinstance(path_or_model, nn.Module):
+        return _Instance(path_or_model)
+    return Folder(Path(path_or_model).expanduser())
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -67,7 +69,7 @@ class Folder:
 
     def __init__(self, path: Path):
         if not path.exists():
-            raise CheckpointError(f"{path}: no such folder. Give a folder with config.json and safetensors files.")
+            raise CheckpointError(f"{path}: no such folder. Give one with config.json; download hub models first.")
         if not path.is_dir():
             raise CheckpointError(f"{path}: is a file. Give the folder that holds config.json.")
         if not (path / "config.json").is_file():
