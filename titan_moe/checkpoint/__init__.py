@@ -2,5 +2,14 @@
 
 from titan_moe.checkpoint.checkpointer import Checkpointer, Loaded
 from titan_moe.checkpoint.rng import restore_rng, rng_tensors
+from titan_moe.checkpoint.weights import find_checkpoint, load_weights, saved_config
 
-__all__ = ["Checkpointer", "Loaded", "restore_rng", "rng_tensors"]
+__all__ = [
+    "Checkpointer",
+    "Loaded",
+    "find_checkpoint",
+    "load_weights",
+    "restore_rng",
+    "rng_tensors",
+    "saved_config",
+]

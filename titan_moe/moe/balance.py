@@ -97,8 +97,9 @@ class Balance(nn.Module):
             self._count(routing, valid_T)
         token_weight = self.token_weight
         if token_weight is None:
-            token_weight = 1 / (max(logits_TE.shape[0], 1) if valid_T is None else valid_T.sum().clamp_min(1))
-        if isinstance(token_weight, Tensor):
+            T = logits_TE.shape[0]
+            token_weight = 1 / (max(T, 1) if valid_T is None else valid_T.sum().clamp_min(1).to(logits_TE.dtype))
+        else:
             token_weight = token_weight.to(device=logits_TE.device, dtype=logits_TE.dtype)
 
         aux = z = None
@@ -205,7 +206,9 @@ def set_token_weight(model: nn.Module, token_weight: Tensor | None) -> None:
 
 
 @torch.no_grad()
-def finish_step(model: nn.Module, reduce: Callable[[Tensor], Tensor] | None = None) -> dict[str, list[str] | Tensor]:
+def finish_step(
+    model: nn.Module, reduce: Callable[[Tensor], Tensor] | None = None, *, update_bias: bool = True
+) -> dict[str, list[str] | Tensor]:
     """Update every expert bias, report the step's counters and reset them. Once per optimizer step, no host sync.
 
     The bias moves by ``bias_update_speed x sign(mean - count)`` on exact counts, in place.
@@ -215,11 +218,13 @@ def finish_step(model: nn.Module, reduce: Callable[[Tensor], Tensor] | None = No
         reduce: SUM over the ranks that hold these layers and route other tokens (dp x cp x tp of one pipeline
             stage). Called exactly once with one float64 vector, of length 0 without MoE layers; integers up to 2^53
             stay exact. All ranks of the sum must hold the same layers.
+        update_bias: False leaves the biases alone, as in a step that is skipped.
 
     Returns:
-        ``names``: layer names; ``counts_LE`` (0 beyond a layer's experts), ``num_experts_L``, ``routed_L`` and
-        ``dropped_L`` slots: int64; ``aux_loss_L`` and ``z_loss_L``: sums of the losses as they were weighted, so
-        they carry the loss scale; ``bias_min_L``, ``bias_max_L`` after the update, 0 without a bias: float64.
+        ``names``: layer names; ``counts_LE`` (0 beyond a layer's experts), ``num_experts_L`` (on the CPU),
+        ``routed_L`` and ``dropped_L`` slots: int64; ``aux_loss_L`` and ``z_loss_L``: sums of the losses as they were
+        weighted, so they carry the loss scale; ``bias_min_L``, ``bias_max_L`` after the update, 0 without a bias:
+        float64.
     """
     layers = list(balances(model))
     sizes = [balance.config.num_experts for _, _, balance in layers]
@@ -243,22 +248,22 @@ def finish_step(model: nn.Module, reduce: Callable[[Tensor], Tensor] | None = No
     if reduce is not None:
         packed = reduce(packed.view(-1)).view(L, E + 3)
     counts_LE = packed[:, :E].long()
-    num_experts_L = torch.tensor(sizes, dtype=torch.int64).to(packed.device, non_blocking=True)
-    routed_L = counts_LE.sum(1)
-    step_LE = (routed_L[:, None] - counts_LE * num_experts_L[:, None]).sign()
     ranges = []
-    for (_, layer, balance), step_E in zip(layers, step_LE, strict=True):
-        bias_E = layer.router.expert_bias
+    for (_, layer, balance), counts_E in zip(layers, counts_LE, strict=True):
+        n, bias_E = balance.config.num_experts, layer.router.expert_bias
+        ranges.append(packed.new_zeros(2))
         if bias_E is not None:
-            bias_E.add_(step_E[: bias_E.shape[0]].to(bias_E.dtype), alpha=balance.config.bias_update_speed)
-        ranges.append(torch.zeros_like(packed[0, :2]) if bias_E is None else torch.stack(bias_E.aminmax()).double())
+            if update_bias:
+                step_E = (counts_E.sum() - n * counts_E[:n]).sign()
+                bias_E.add_(step_E.to(bias_E.dtype), alpha=balance.config.bias_update_speed)
+            ranges[-1] = torch.stack(bias_E.aminmax()).double()
         balance.reset()
     range_L2 = stack(ranges, 0, 2)
     return {
         "names": [name for name, _, _ in layers],
         "counts_LE": counts_LE,
-        "num_experts_L": num_experts_L,
-        "routed_L": routed_L,
+        "num_experts_L": torch.tensor(sizes, dtype=torch.int64),
+        "routed_L": counts_LE.sum(1),
         "dropped_L": packed[:, E].long(),
         "aux_loss_L": packed[:, E + 1],
         "z_loss_L": packed[:, E + 2],

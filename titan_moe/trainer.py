@@ -1,0 +1,358 @@
+"""The training loop.
+
+One loss for every layout: the sum of token losses over the number of valid tokens of the *global* batch. So
+every reduction is a sum, and accumulation, data parallelism and padding change nothing.
+"""
+
+import gc
+import math
+import os
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from titan_moe import distributed as dist
+from titan_moe.checkpoint import Checkpointer, load_weights, restore_rng, rng_tensors
+from titan_moe.config import (
+    JobConfig,
+    data_parallel_degrees,
+    model_overrides,
+    resolve_batch,
+    resolved_seed,
+    validate,
+)
+from titan_moe.data import build_loader, build_tokenizer
+from titan_moe.errors import ConfigError, TrainingError
+from titan_moe.fsdp_ep import apply_fsdp, data_parallel_mesh
+from titan_moe.hf import load_hf_weights, save_hf
+from titan_moe.models import config as model_config
+from titan_moe.models import from_config
+from titan_moe.models.init import init_parameters
+from titan_moe.models.loss import IGNORE, token_losses
+from titan_moe.moe import Router
+from titan_moe.moe.balance import balances, finish_step, set_token_weight
+from titan_moe.observe import MetricsLogger, Profiler, flops_per_token
+from titan_moe.optim import LossScaler, LRSchedule, build_optimizer, clip_grad_norm, set_lr
+from titan_moe.plugins import Plugin, PluginContext, chosen
+
+
+def train(config: JobConfig) -> None:
+    """Run the training that ``config`` describes, from its newest checkpoint when there is one.
+
+    Raises:
+        ConfigError: the configuration cannot run; raised before any process group exists.
+        DataError, CheckpointError, TrainingError: what went wrong later.
+    """
+    validate(config, dist.world_size())
+    trainer = Trainer(config, chosen(config))
+    try:
+        trainer.run()
+    finally:
+        trainer.close()
+
+
+class Trainer:
+    """Everything one process holds for a run; :meth:`run` is the loop, :meth:`step` one optimizer step."""
+
+    def __init__(self, config: JobConfig, plugins: list[Plugin]) -> None:
+        self.config = config
+        self.seed = resolved_seed(config)
+        self.model_config = model_config(config.model.name, config.model.flavor, **model_overrides(config))
+        self.tokenizer = build_tokenizer(config.model.tokenizer)
+        self._check_model()
+        self.accumulation = resolve_batch(config, dist.world_size())
+        self.device = torch.device("cuda", dist.local_rank()) if torch.cuda.is_available() else torch.device("cpu")
+        if config.debug.deterministic:
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+            torch.use_deterministic_algorithms(True)
+        torch.manual_seed(self.seed + dist.rank())
+        # Made before the process group, so that a long first tokenization cannot run into its timeout.
+        data = {"dp_rank": dist.rank(), "dp_size": dist.world_size()}
+        self.loader = build_loader(config, self.tokenizer, split="train", **data)
+        self.val_loader = None
+        if config.validation.enable:
+            self.val_loader = build_loader(config, self.tokenizer, split="validation", **data)
+        # A caller's own group is used and left as it is.
+        self.owns_group = self._sharded() and not dist.is_distributed()
+        if self.owns_group:
+            dist.init_process_group(self.device.type, config.comm.init_timeout_seconds)
+
+        self.model = self._build_model(plugins)
+        self.optimizer = build_optimizer(self.model, config.optimizer)
+        self.schedule = LRSchedule(config.lr_scheduler, config.optimizer.lr, config.training.steps)
+        self.scaler = LossScaler(enabled=config.training.mixed_precision_param == "float16")
+        self.checkpointer = None
+        if config.checkpoint.enable:
+            folder = Path(config.job.dump_folder) / config.checkpoint.folder
+            self.checkpointer = Checkpointer(folder, config.checkpoint.keep_latest_k)
+        self.step_done = 0
+        self.skipped_in_row = 0
+        self.stop_signal = 0
+        self._load()
+        self.logger = MetricsLogger(
+            config,
+            rank=dist.rank(),
+            total_steps=config.training.steps,
+            resume_step=self.step_done,
+            start_tokens=self._tokens(),
+            flops_per_token=flops_per_token(self.model_config, config.training.seq_len),
+            num_devices=dist.world_size(),
+            device=self.device,
+        )
+
+    def _check_model(self) -> None:
+        """What config and model do not agree on, while a refusal is still cheap."""
+        seq_len, longest = self.config.training.seq_len, self.model_config.max_seq_len
+        if seq_len > longest:
+            raise ConfigError(
+                f"training.seq_len = {seq_len} is beyond the model's max_seq_len = {longest}. "
+                f"Set training.seq_len to at most {longest}, or model.override.max_seq_len."
+            )
+        needed, has = self.tokenizer.vocab_size, self.model_config.vocab_size
+        if needed > has:
+            raise ConfigError(
+                f"the model's vocab_size = {has} is smaller than the {needed} tokens of the tokenizer "
+                f"{self.config.model.tokenizer!r}. Set model.override.vocab_size to at least {needed}."
+            )
+
+    def _sharded(self) -> bool:
+        """Whether FSDP is needed: for several processes, or to compute in another dtype than the parameters'."""
+        return dist.world_size() > 1 or self.config.training.mixed_precision_param is not None
+
+    def _build_model(self, plugins: list[Plugin]) -> nn.Module:
+        """Meta, then plugins, then sharding, then storage, then values: no rank ever holds a full copy."""
+        config = self.config
+        default = torch.get_default_dtype()
+        torch.set_default_dtype(getattr(torch, config.training.dtype))
+        try:
+            with torch.device("meta"):
+                model = from_config(self.model_config)
+        finally:
+            torch.set_default_dtype(default)
+        context = PluginContext(config=config, device=self.device)
+        for plugin in plugins:
+            model = plugin.apply(model, context)
+        if config.compile.enable:
+            for layer in model.layers.values():
+                layer.compile()
+        if self._sharded():
+            compute = config.training.mixed_precision_param
+            mesh = data_parallel_mesh(self.device.type, *data_parallel_degrees(config, dist.world_size()))
+            model = apply_fsdp(
+                model,
+                mesh,
+                compute_dtype=getattr(torch, compute) if compute else None,
+                reshard_after_forward=config.parallelism.fsdp_reshard_after_forward != "never",
+                keep_precision=(Router,),
+            )
+        model.to_empty(device=self.device)
+        init_parameters(model, self.seed)
+        for _, _, balance in balances(model):
+            balance.reduce_counts = dist.all_reduce_sum
+        return model.train()
+
+    def _load(self) -> None:
+        """Resume from the newest complete checkpoint, else start from ``initial_load_path``, else from scratch."""
+        config = self.config.checkpoint
+        if self.checkpointer is None:
+            return
+        loaded = self.checkpointer.load(self.model, self.optimizer, config.load_step)
+        if loaded is not None:
+            self.step_done = loaded.step
+            self.loader.load_state_dict(loaded.extra["loader"])
+            self.scaler.load_state_dict(loaded.extra["scaler"])
+            restore_rng(loaded.rank_tensors)
+        elif config.initial_load_path and config.initial_load_in_hf:
+            load_hf_weights(self.model, config.initial_load_path)
+        elif config.initial_load_path:
+            load_weights(self.model, config.initial_load_path)
+
+    def save(self) -> None:
+        """Write a checkpoint of the last finished step."""
+        self.checkpointer.save(
+            self.step_done,
+            self.model,
+            self.optimizer,
+            extra={
+                "loader": self.loader.state_dict(),
+                "scaler": self.scaler.state_dict(),
+                "config": asdict(self.config),
+            },
+            rank_tensors=rng_tensors(),
+        )
+
+    def run(self) -> None:
+        """Train until ``training.steps``, a signal or an error."""
+        config, logger = self.config, self.logger
+        previous = {s: signal.signal(s, self._on_signal) for s in (signal.SIGINT, signal.SIGTERM)}
+        gc.disable()
+        try:
+            with logger, Profiler(config, rank=dist.rank(), resume_step=self.step_done) as profiler:
+                self._announce()
+                batches = iter(self.loader) if self.step_done < config.training.steps else None
+                while self.step_done < config.training.steps and not self.stop_signal:
+                    self.step(batches)
+                    profiler.step()
+                    with logger.untimed():
+                        self._after_step()
+                self._finish()
+        finally:
+            gc.enable()
+            self.loader.close()
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+
+    def _after_step(self) -> None:
+        config, step = self.config, self.step_done
+        last = step == config.training.steps
+        if step % config.training.gc_freq == 0:
+            gc.collect(1)
+        if self.val_loader is not None and (last or step % config.validation.freq == 0):
+            self.evaluate()
+        if self.checkpointer is not None and (last or self.stop_signal or step % config.checkpoint.interval == 0):
+            self.save()
+
+    def _finish(self) -> None:
+        folder = self.config.job.dump_folder
+        if self.stop_signal:
+            saved = "its checkpoint is saved" if self.checkpointer else "checkpoint.enable is off, so nothing is saved"
+            name = signal.Signals(self.stop_signal).name
+            self.logger.message(f"stopped by {name} after step {self.step_done}; {saved}")
+            return
+        if self.config.checkpoint.last_save_in_hf:
+            save_hf(self.model, Path(folder) / "hf")
+        self.logger.message(f"done: {self.step_done} steps; metrics, config and checkpoints are in {folder}")
+
+    def _on_signal(self, number: int, frame) -> None:
+        self.stop_signal = number
+
+    def _announce(self) -> None:
+        config, data = self.config, self.loader
+        if config.job.description:
+            self.logger.message(config.job.description)
+        total = sum(p.numel() for p in self.model.parameters())
+        compute = config.training.mixed_precision_param or config.training.dtype
+        self.logger.message(
+            f"{config.model.name}_{config.model.flavor}: {total:,} parameters in {config.training.dtype}, compute in "
+            f"{compute}, {dist.world_size()} x {self.device.type}"
+        )
+        self.logger.message(
+            f"{config.training.dataset}: {data.num_documents:,} documents, {data.num_tokens:,} tokens, "
+            f"{data.sequences_per_epoch:,} sequences of {config.training.seq_len} an epoch"
+        )
+        if self.step_done:
+            self.logger.message(f"resumed after step {self.step_done}")
+
+    def _tokens(self) -> int:
+        return self.loader.samples_seen * self.config.training.seq_len
+
+    def step(self, batches: Iterator[dict[str, Tensor]]) -> None:
+        """One optimizer step over the global batch."""
+        start = time.perf_counter()
+        micro = [self._to_device(next(batches)) for _ in range(self.accumulation)]
+        data_wait = time.perf_counter() - start
+        n_valid = dist.all_reduce_sum(torch.stack([(b["labels"] != IGNORE).sum() for b in micro]).sum())
+        # Auxiliary losses carry the same factor as the main loss.
+        weight = self.scaler.scale / n_valid.clamp(min=1).double()
+        set_token_weight(self.model, weight)
+
+        # Main and MTP loss, and whether this rank is asked to stop.
+        sums = torch.zeros(3, dtype=torch.float64, device=self.device)
+        for i, batch in enumerate(micro):
+            if isinstance(self.model, FSDPModule):
+                self.model.set_requires_gradient_sync(i == len(micro) - 1)
+            outputs = self.model(batch["input_ids"], document_ids=batch["document_ids"])
+            losses = token_losses(outputs, batch["labels"], batch["document_ids"], self.model_config.mtp_loss_weight)
+            (losses.total * weight.to(losses.total.dtype)).backward()
+            sums[:2] += torch.stack([losses.main_sum.detach(), losses.mtp_sum.detach()])
+        self.scaler.unscale(self.model.parameters())
+        grad_norm = clip_grad_norm(self.model.parameters(), self.config.training.max_norm)
+        own_loss = sums[0].clone()
+        sums[2] = float(self.stop_signal)
+        # The one place where the host waits for the device.
+        main_sum, mtp_sum, stop, norm, tokens = torch.stack(
+            [*dist.all_reduce_sum(sums), grad_norm.double(), n_valid.double()]
+        ).tolist()
+        loss, mtp_loss = main_sum / max(tokens, 1), mtp_sum / max(tokens, 1)
+        if stop and not self.stop_signal:
+            self.stop_signal = signal.SIGTERM
+
+        lr = self.schedule.lr_at(self.step_done + 1)
+        finite = math.isfinite(loss) and math.isfinite(norm)
+        if finite:
+            self.skipped_in_row = 0
+            set_lr(self.optimizer, lr)
+            self.optimizer.step()
+        elif not self.scaler.enabled or not math.isfinite(loss):
+            self._skip_or_raise(loss, norm, own_loss)
+        self.scaler.update(finite)
+        self.optimizer.zero_grad()
+        moe = finish_step(self.model, dist.all_reduce_sum, update_bias=finite)
+        self.step_done += 1
+        if self.step_done == 1:
+            dist.set_timeout(self.config.comm.train_timeout_seconds)
+
+        metrics = {"loss": loss, "grad_norm": norm, "lr": lr, "tokens": self._tokens(), "data_wait_s": data_wait}
+        if self.model_config.mtp_depth:
+            metrics["mtp_loss"] = mtp_loss / self.model_config.mtp_depth
+        if not finite:
+            metrics["skipped"] = self.skipped_in_row
+        self.logger.log_step(self.step_done, metrics, self._moe_metrics(moe))
+
+    def _to_device(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {name: tensor.to(self.device, non_blocking=True) for name, tensor in batch.items()}
+
+    def _moe_metrics(self, moe: dict) -> dict | None:
+        if not moe["names"]:
+            return None
+        moe = {key: value.cpu() if isinstance(value, Tensor) else value for key, value in moe.items()}
+        moe["aux_loss_L"] = moe["aux_loss_L"] / self.scaler.scale
+        return moe
+
+    def _skip_or_raise(self, loss: float, norm: float, own_loss: Tensor) -> None:
+        """Count a step that cannot be applied.
+
+        Raises:
+            TrainingError: there were more in a row than ``training.skip_nonfinite``.
+        """
+        self.skipped_in_row += 1
+        if self.skipped_in_row <= self.config.training.skip_nonfinite:
+            return
+        bad = [str(rank) for rank, good in enumerate(dist.gather_objects(math.isfinite(own_loss))) if not good]
+        where = f"the loss of rank {', '.join(bad)}" if bad else "the gradients alone"
+        newest = self.checkpointer.latest() if self.checkpointer else None
+        good = "there is no checkpoint" if newest is None else f"the last good checkpoint is step {newest}"
+        raise TrainingError(
+            f"step {self.step_done + 1}: loss = {loss}, grad_norm = {norm}: not finite, from {where}; {good}. "
+            "Lower optimizer.lr, or set training.skip_nonfinite to skip such steps."
+        )
+
+    @torch.no_grad()
+    def evaluate(self) -> None:
+        """Mean loss over the validation batches, the same ones every time."""
+        self.model.eval()
+        bytes_V = self.tokenizer.token_bytes().to(self.device)
+        sums = torch.zeros(3, dtype=torch.float64, device=self.device)
+        for batch in map(self._to_device, self.val_loader):
+            labels = batch["labels"]
+            logits = self.model(batch["input_ids"], document_ids=batch["document_ids"])
+            valid = labels != IGNORE
+            loss = token_losses(logits, labels).main_sum
+            sums += torch.stack([loss, valid.sum(), (bytes_V[labels.clamp(min=0)] * valid).sum()])
+        self.model.train()
+        loss, tokens, n_bytes = dist.all_reduce_sum(sums).tolist()
+        self.logger.log_validation(
+            self.step_done,
+            {"val_loss": loss / tokens, "val_loss_per_byte": loss / max(n_bytes, 1), "val_tokens": int(tokens)},
+        )
+
+    def close(self) -> None:
+        """Leave the process group that this trainer made."""
+        if self.owns_group:
+            dist.destroy()
