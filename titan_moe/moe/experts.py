@@ -45,7 +45,7 @@ class Experts(nn.Module):
                 nn.init.zeros_(bias)
 
     def extra_repr(self) -> str:
-        E, n, F_, D = self.w1.shape
+        E, _, F_, D = self.w1.shape
         return f"experts={E}, dim={D}, hidden={F_}, activation={self.activation.kind}, backend={self.backend}"
 
     def forward(self, x: Tensor, counts_E: Tensor, weights_R: Tensor, route_map: RouteMap | None = None) -> Tensor:

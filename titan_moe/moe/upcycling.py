@@ -91,7 +91,7 @@ def upcycle(
         ConfigError: where sizes do not divide, or the layer has parts a dense FFN has not.
     """
     _check(gate_HD, up_HD, down_DH, config, granularity)
-    H, D = up_HD.shape
+    D = config.dim
     G, E, F_ = granularity, config.num_experts, config.hidden_dim
     B = E // G
     with torch.device(up_HD.device):
