@@ -25,7 +25,10 @@ MAX_RANKS = 8
 GRACE_SECONDS = 2.0
 
 context = multiprocessing.get_context("forkserver")
-context.set_forkserver_preload(["torch", "torch.distributed.fsdp", "torch.distributed.checkpoint"])
+# Dynamo is what the first optimizer of a process imports: half a second for each worker, if left to them.
+context.set_forkserver_preload(
+    ["pytest", "torch._dynamo", "torch.distributed.checkpoint", "titan_moe.fsdp_ep", "titan_moe.optim"]
+)
 
 
 class RankFailure(AssertionError):
@@ -73,9 +76,9 @@ class WorkerPool:
         raise RankFailure(_describe(errors, dead, silent, timeout))
 
     def _collect(self, ranks: int, timeout: float) -> tuple[dict[int, bytes], dict[int, str], dict[int, int]]:
-        """Answers by rank: results, tracebacks in order of arrival, exit codes of dead ranks."""
+        """Answers by rank: results, tracebacks, the earliest first, exit codes of dead ranks."""
         results: dict[int, bytes] = {}
-        errors: dict[int, str] = {}
+        errors: dict[int, tuple[float, str]] = {}
         dead: dict[int, int] = {}
         deadline = time.monotonic() + timeout
         pending = dict(enumerate(self._workers[:ranks]))
@@ -93,7 +96,8 @@ class WorkerPool:
                     (results if succeeded else errors)[rank] = answer
             if errors or dead:
                 deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
-        return results, errors, dead
+        ordered = sorted(errors, key=lambda rank: errors[rank][0])
+        return results, {rank: errors[rank][1] for rank in ordered}, dead
 
     def _start(self, ranks: int) -> None:
         if self._store is None:
@@ -141,7 +145,8 @@ def _work(connection: Connection, port: int) -> None:
         try:
             answer = (True, pickle.dumps(_run(dist.PrefixStore(str(run), store), rank, ranks, timeout, task)))
         except BaseException:
-            answer = (False, traceback.format_exc())
+            # The group stays open until the pool kills this process, so that neighbours do not fail first.
+            answer = (False, (time.monotonic(), traceback.format_exc()))
         connection.send(answer)
 
 
@@ -149,14 +154,12 @@ def _run(store: dist.Store, rank: int, ranks: int, timeout: float, task: bytes) 
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank))
     torch.manual_seed(0)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=timeout))
-    try:
-        function, args = pickle.loads(task)
-        result = function(*args)
-        dist.barrier()  # a rank that leaves early would close connections its neighbours still use
-        return result
-    finally:
-        dist.destroy_process_group()
-        _forget()
+    function, args = pickle.loads(task)
+    result = function(*args)
+    dist.barrier()  # a rank that leaves early would close connections its neighbours still use
+    dist.destroy_process_group()
+    _forget()
+    return result
 
 
 def _forget() -> None:

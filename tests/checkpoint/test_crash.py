@@ -7,53 +7,23 @@ import random
 import resource
 import signal
 import time
-from datetime import timedelta
 
 import pool
 import pytest
 import torch
 import torch.distributed as dist
+from crashing import save_forever, stamp, stamped_step
 from torch import nn
-from training import differences, full_state, start
+from training import differences, full_state, network, start
 
 from titan_moe.checkpoint import Checkpointer
 from titan_moe.checkpoint.files import read_manifest
+from titan_moe.distributed import barrier
 from titan_moe.errors import CheckpointError
 
 
-def stamp(model, step):
-    """Make every value of the model tell the step."""
-    with torch.no_grad():
-        for tensor in model.state_dict().values():
-            tensor.fill_(step)
-
-
-def stamped_step(model):
-    values = {value.item() for tensor in model.state_dict().values() for value in tensor.unique()}
-    assert len(values) == 1, values
-    return int(values.pop())
-
-
-def save_forever(folder, world=1, rank=0, store=None):
-    """Resume from the newest checkpoint and save one per step until killed, keeping two."""
-    torch.set_num_threads(1)
-    if world > 1:
-        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-        store = dist.FileStore(store, world)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=5))
-    checkpointer = Checkpointer(folder, keep_latest_k=2)
-    model, _ = start(shard=False)
-    loaded = checkpointer.load(model)
-    step = 0 if loaded is None else loaded.step
-    assert loaded is None or stamped_step(model) == step
-    while True:
-        step += 1
-        stamp(model, step)
-        checkpointer.save(step, model, extra={"step": step})
-
-
 def newest(folder):
-    model, _ = start(shard=False)
+    model = network()
     loaded = Checkpointer(folder, read_only=True).load(model)
     if loaded is None:
         return 0
@@ -102,7 +72,7 @@ def test_killed_while_saving_many_times(tmp_path, world, kills):
 
 
 def three_checkpoints(folder, **options):
-    model, _ = start(shard=False)
+    model = network()
     checkpointer = Checkpointer(folder, **options)
     for step in (1, 2, 3):
         stamp(model, step)
@@ -129,14 +99,14 @@ def test_a_damaged_file_is_named_and_the_newest_complete_checkpoint_loads_instea
         assert newest(tmp_path) == 2
     assert name in caplog.text and "step-3" in caplog.text and "step-2 instead" in caplog.text
     with pytest.raises(CheckpointError, match=name):
-        checkpointer.load(start(shard=False)[0], step=3)
+        checkpointer.load(network(), step=3)
     assert checkpointer.latest() == (3 if damage is flip and name != "manifest.json" else 2)
 
 
 def test_every_flipped_byte_is_noticed(tmp_path):
-    folder = Checkpointer(tmp_path).save(1, start(shard=False)[0])
+    folder = Checkpointer(tmp_path).save(1, network())
     chance = random.Random(1)
-    model, _ = start(seed=2, shard=False)
+    model = network(seed=2)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     for path in sorted(folder.iterdir()):
         original = path.read_bytes()
@@ -154,11 +124,11 @@ def test_all_damaged_is_an_error_and_not_a_fresh_start(tmp_path):
     checkpointer = three_checkpoints(tmp_path, keep_latest_k=1)
     flip(tmp_path / "step-3" / "__0_0.distcp")
     with pytest.raises(CheckpointError, match=r"no complete checkpoint to load .*__0_0\.distcp"):
-        checkpointer.load(start(shard=False)[0])
+        checkpointer.load(network())
 
 
 def test_an_empty_folder_loads_nothing_and_an_unknown_step_lists_the_known_ones(tmp_path):
-    model, _ = start(shard=False)
+    model = network()
     assert Checkpointer(tmp_path / "new").load(model) is None
     assert Checkpointer(tmp_path / "absent", read_only=True).latest() is None
     assert not (tmp_path / "absent").exists()
@@ -171,7 +141,7 @@ def test_keep_latest_k_removes_the_oldest_and_never_counts_damaged_ones(tmp_path
     assert three_checkpoints(tmp_path / "b", keep_latest_k=0).steps() == [1, 2, 3]
     checkpointer = three_checkpoints(tmp_path / "c", keep_latest_k=2)
     truncate(tmp_path / "c" / "step-3" / "__0_0.distcp")
-    checkpointer.save(4, start(shard=False)[0])
+    checkpointer.save(4, network())
     assert checkpointer.steps() == [2, 4]
 
 
@@ -212,6 +182,7 @@ def save_onto_a_full_disk(folder, full_rank):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     del model.big
+    barrier()  # rank 0 removes the torn folder while the others go on
     assert [path.name for path in checkpointer.folder.iterdir()] == ["step-1"]
     fresh, fresh_optimizer = start(seed=4, dtype=torch.float32)
     assert checkpointer.load(fresh, fresh_optimizer).step == 1
@@ -260,5 +231,5 @@ def test_ranks_agree_on_the_checkpoint_when_one_finds_damage(run_ranks, tmp_path
 
 
 def test_state_file_is_json_with_full_precision(tmp_path):
-    folder = Checkpointer(tmp_path).save(1, start(shard=False)[0], extra={"lr": 1 / 3})
+    folder = Checkpointer(tmp_path).save(1, network(), extra={"lr": 1 / 3})
     assert json.loads((folder / "state.json").read_text())["extra"]["lr"] == 1 / 3

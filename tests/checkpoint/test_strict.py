@@ -40,7 +40,7 @@ def test_missing_and_unexpected_names_are_listed(saved):
 
 
 def test_another_shape_is_listed_with_both_shapes(saved):
-    model, optimizer = start(seed=2)
+    model, _ = start(seed=2)
     model.unused = nn.Parameter(torch.zeros(3, dtype=torch.float64))
     refused(saved, model, None, r"1 of another shape: model\.unused \[2\] in the checkpoint, \[3\] in the model")
 
@@ -87,7 +87,7 @@ class Bomb:
 
 class GetAttr:
     def __reduce__(self):
-        return getattr, (torch, "load")
+        return getattr, (str, "upper")
 
 
 def rewrite_index(change):
@@ -161,7 +161,7 @@ def test_a_hostile_tensor_is_refused_and_nothing_of_it_runs(saved, monkeypatch):
 
     forge(saved, replace_tensor)
     model, optimizer = start(seed=2)
-    with pytest.raises(CheckpointError, match="reading .*step-1 failed"):
+    with pytest.raises(CheckpointError, match=r"reading .*step-1 failed"):
         Checkpointer(saved, read_only=True).load(model, optimizer)
     assert not (saved / "bomb").exists()
 

@@ -39,13 +39,19 @@ class Net(nn.Module):
         return self.head(x)
 
 
-def start(seed=1, shard=True, replicate=1, dtype=torch.float64):
-    """A fresh model and optimizer; FSDP over all ranks when there is a group."""
+def network(seed=1, dtype=torch.float64):
+    """A fresh model with random weights."""
     torch.manual_seed(seed)
     model = Net().to(dtype)
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.4)
-    if dist.is_initialized() and shard:
+    return model
+
+
+def start(seed=1, replicate=1, dtype=torch.float64):
+    """A fresh model and optimizer; FSDP over all ranks when there is a group."""
+    model = network(seed, dtype)
+    if dist.is_initialized():
         apply_fsdp(model, data_parallel_mesh("cpu", replicate))
     return model, build_optimizer(model, Optimizer(lr=0.02))
 
