@@ -63,12 +63,14 @@ sys.exit(m.version('torch').split('+')[0] != '$version')" 2>/dev/null; then
 make_venv() {
     local base
     base="$(base_interpreter)" || return 1
-    echo "setup: installing into $VENV (first run; some minutes) …" >&2
+    echo "setup: installing into $VENV, which takes some minutes" >&2
     if [ ! -x "$VENV/bin/python" ] || ! "$VENV/bin/python" -m pip --version >/dev/null 2>&1; then
         "$base" -m venv --clear "$VENV" || return 1
     fi
     touch "$INSTALLING" && rm -f "$STAMP" || return 1
+    echo "setup: torch …" >&2
     install_torch || return 1
+    echo "setup: the packages of requirements.lock …" >&2
     "$VENV/bin/python" -m pip install --quiet -r "$LOCK" || return 1
     "$VENV/bin/python" -m pip install --quiet --no-deps --editable "$ROOT" || return 1
     fingerprint >"$STAMP" && rm -f "$INSTALLING"
