@@ -1,0 +1,306 @@
+"""The loop: same numbers under every number of processes, exact resume, clean stops, clear failures."""
+
+import json
+import math
+import os
+import signal
+
+import pytest
+import torch
+
+from titan_moe import trainer as trainer_module
+from titan_moe.config import from_dict
+from titan_moe.errors import CheckpointError, ConfigError, TrainingError
+from titan_moe.observe import TIMING_KEYS
+from titan_moe.trainer import train
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("corpus")
+    for i in range(24):
+        (folder / f"{i}.txt").write_text(f"document {i}: " + " ".join(str(i * j % 97) for j in range(60 + 7 * i)))
+    return folder
+
+
+def config(corpus, out, sections=None, **override):
+    """A run of seconds: two layers, everything that could depend on the layout switched on."""
+    tree = {
+        "job": {"dump_folder": str(out)},
+        "model": {
+            "name": "qwen3_moe",
+            "flavor": "debug",
+            "override": {
+                "dim": 32,
+                "num_layers": 2,
+                "num_heads": 2,
+                "num_kv_heads": 1,
+                "head_dim": 16,
+                "hidden_dim": 16,
+                "num_experts": 4,
+                "expert_bias": True,
+                "max_seq_len": 64,
+                **override,
+            },
+        },
+        "training": {
+            "dataset": "text",
+            "dataset_path": str(corpus),
+            "seq_len": 32,
+            "local_batch_size": 2,
+            "global_batch_size": 4,
+            "steps": 4,
+            "num_workers": 0,
+            "dtype": "float64",
+        },
+        "optimizer": {"lr": 1e-2},
+        "lr_scheduler": {"warmup_steps": 2},
+        "moe": {"seq_aux_loss_coef": 0.01, "global_aux_loss_coef": 0.01, "z_loss_coef": 1e-3},
+        "metrics": {"enable_tensorboard": False},
+    }
+    for section, values in (sections or {}).items():
+        tree.setdefault(section, {}).update(values)
+    return from_dict(tree)
+
+
+def records(out):
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+def exact(out):
+    """All that does not depend on the clock."""
+    return [{key: value for key, value in record.items() if key not in TIMING_KEYS} for record in records(out)]
+
+
+def train_on_rank(run_config):
+    train(run_config)
+
+
+@pytest.mark.parametrize(("ranks", "replicate"), [(2, 1), (4, 2)])
+def test_processes_change_nothing(run_ranks, corpus, tmp_path, ranks, replicate):
+    # No accumulation on either side: the global loss's f is that of the step so far.
+    train(config(corpus, tmp_path / "one", {"training": {"local_batch_size": 4}}))
+    sections = {
+        "training": {"local_batch_size": 4 // ranks},
+        "parallelism": {"data_parallel_replicate_degree": replicate},
+    }
+    run_ranks(ranks, train_on_rank, config(corpus, tmp_path / "many", sections))
+    for one, many in zip(records(tmp_path / "one"), records(tmp_path / "many"), strict=True):
+        # float64 rounding, amplified by four optimizer steps.
+        assert many["loss"] == pytest.approx(one["loss"], rel=1e-10)
+        assert many["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-10)
+        for layer, other in zip(one["moe"], many["moe"], strict=True):
+            assert other["load"] == layer["load"]
+            assert other["aux_loss"] == pytest.approx(layer["aux_loss"], rel=1e-10)
+            assert (other["bias_min"], other["bias_max"]) == (layer["bias_min"], layer["bias_max"])
+
+
+def test_accumulation_changes_nothing(corpus, tmp_path):
+    # Without the global loss: its f is that of the step so far, so the first micro-batches see less of it.
+    moe = {"moe": {"global_aux_loss_coef": 0.0}}
+    train(config(corpus, tmp_path / "two", moe))
+    train(config(corpus, tmp_path / "one", {**moe, "training": {"local_batch_size": 4}}))
+    for a, b in zip(records(tmp_path / "one"), records(tmp_path / "two"), strict=True):
+        assert (b["loss"], b["grad_norm"]) == pytest.approx((a["loss"], a["grad_norm"]), rel=1e-10)
+
+
+def test_resumed_run_is_bitwise_the_uninterrupted_one(corpus, tmp_path):
+    checkpoint = {"checkpoint": {"enable": True, "interval": 2}, "training": {"dtype": "float32"}}
+    # Jitter draws random numbers, so their state is part of the resume.
+    train(config(corpus, tmp_path / "whole", checkpoint, jitter=0.1))
+    half = {**checkpoint, "training": {"dtype": "float32", "steps": 4}}
+    stopped = config(corpus, tmp_path / "parts", half, jitter=0.1)
+    seen = []
+
+    class Killed(Exception):
+        pass
+
+    original = trainer_module.Trainer.step
+
+    def step(self, batches):
+        if self.step_done == 3:
+            raise Killed
+        original(self, batches)
+        seen.append(self.step_done)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trainer_module.Trainer, "step", step)
+        with pytest.raises(Killed):
+            train(stopped)
+    assert seen == [1, 2, 3]
+    train(stopped)
+    assert exact(tmp_path / "parts") == exact(tmp_path / "whole")
+
+
+def test_twice_the_same_run_is_bitwise_equal(corpus, tmp_path):
+    for name in ("a", "b"):
+        train(config(corpus, tmp_path / name, {"debug": {"deterministic": True}}))
+    torch.use_deterministic_algorithms(False)
+    assert exact(tmp_path / "a") == exact(tmp_path / "b")
+
+
+def test_recompute_changes_nothing(corpus, tmp_path):
+    train(config(corpus, tmp_path / "plain"))
+    train(config(corpus, tmp_path / "recompute", {"activation_checkpoint": {"mode": "full"}}))
+    assert exact(tmp_path / "recompute") == exact(tmp_path / "plain")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signal_saves_and_ends(corpus, tmp_path, capsys, monkeypatch, number):
+    original = trainer_module.Trainer.step
+
+    def step(self, batches):
+        original(self, batches)
+        if self.step_done == 2:
+            os.kill(os.getpid(), number)
+
+    monkeypatch.setattr(trainer_module.Trainer, "step", step)
+    before = signal.getsignal(number)
+    run = config(corpus, tmp_path, {"checkpoint": {"enable": True, "interval": 100}})
+    train(run)
+    assert signal.getsignal(number) is before
+    assert (tmp_path / "checkpoint" / "step-2" / "manifest.json").is_file()
+    assert f"stopped by {number.name} after step 2; its checkpoint is saved" in capsys.readouterr().out
+    monkeypatch.setattr(trainer_module.Trainer, "step", original)
+    train(run)
+    assert [record["step"] for record in records(tmp_path)] == [1, 2, 3, 4]
+
+
+def poison(monkeypatch, step_number, value=math.nan):
+    """The loss of one step is not finite, and so are its gradients."""
+    original = trainer_module.token_losses
+    calls = []
+
+    def token_losses(*args, **kwargs):
+        losses = original(*args, **kwargs)
+        calls.append(1)
+        # Two micro-batches a step.
+        factor = value if (len(calls) + 1) // 2 == step_number else 1.0
+        return type(losses)(*(part * factor for part in losses))
+
+    monkeypatch.setattr(trainer_module, "token_losses", token_losses)
+
+
+def test_loss_that_is_not_finite_stops_with_step_rank_and_checkpoint(corpus, tmp_path, monkeypatch):
+    poison(monkeypatch, 3)
+    run = config(corpus, tmp_path, {"checkpoint": {"enable": True, "interval": 1}})
+    with pytest.raises(TrainingError, match=r"step 3: loss = nan.*rank 0.*last good checkpoint is step 2"):
+        train(run)
+
+
+def test_skipped_step_leaves_weights_and_bias_alone(corpus, tmp_path, monkeypatch):
+    poison(monkeypatch, 3, math.inf)
+    run = config(corpus, tmp_path, {"checkpoint": {"enable": True, "interval": 1}, "training": {"skip_nonfinite": 1}})
+    state = {}
+    original = trainer_module.Trainer.step
+
+    def step(self, batches):
+        original(self, batches)
+        state[self.step_done] = {name: t.clone() for name, t in self.model.state_dict().items()}
+
+    monkeypatch.setattr(trainer_module.Trainer, "step", step)
+    train(run)
+    assert all(torch.equal(state[2][name], tensor) for name, tensor in state[3].items())
+    assert not all(torch.equal(state[3][name], tensor) for name, tensor in state[4].items())
+    assert [record.get("skipped") for record in records(tmp_path)] == [None, None, 1, None]
+
+
+def test_too_many_skipped_steps_stop(corpus, tmp_path, monkeypatch):
+    original = trainer_module.token_losses
+
+    def token_losses(*args, **kwargs):
+        losses = original(*args, **kwargs)
+        return type(losses)(*(part * math.nan for part in losses))
+
+    monkeypatch.setattr(trainer_module, "token_losses", token_losses)
+    with pytest.raises(TrainingError, match=r"step 3: .*there is no checkpoint"):
+        train(config(corpus, tmp_path, {"training": {"skip_nonfinite": 2}}))
+    # The two skipped steps are on record; the one that stopped the run is not.
+    assert [record["step"] for record in records(tmp_path)] == [1, 2]
+
+
+def test_float16_compute_trains_and_backs_off(corpus, tmp_path):
+    run = config(corpus, tmp_path, {"training": {"dtype": "float32", "mixed_precision_param": "float16"}})
+    train(run)
+    reference = config(corpus, tmp_path / "fp32", {"training": {"dtype": "float32"}})
+    train(reference)
+    losses = [record["loss"] for record in records(tmp_path)]
+    expected = [record["loss"] for record in records(tmp_path / "fp32")]
+    # Half precision has 11 bits: 5e-4 per operation.
+    assert losses == pytest.approx(expected, rel=5e-3)
+
+
+def test_bfloat16_parameters_keep_the_router_in_float32(corpus, tmp_path):
+    run = config(corpus, tmp_path, {"training": {"dtype": "bfloat16"}})
+    trainer = trainer_module.Trainer(run, [])
+    dtypes = {name: p.dtype for name, p in trainer.model.named_parameters()}
+    trainer.run()
+    assert {d for name, d in dtypes.items() if ".router." in name} == {torch.float32}
+    assert {d for name, d in dtypes.items() if ".router." not in name} == {torch.bfloat16}
+    assert all(math.isfinite(record["loss"]) for record in records(tmp_path))
+
+
+def test_validation_is_a_mean_over_held_out_tokens(corpus, tmp_path):
+    run = config(corpus, tmp_path, {"validation": {"enable": True, "fraction": 0.3, "freq": 2, "steps": -1}})
+    trainer = trainer_module.Trainer(run, [])
+    batches = list(trainer.val_loader)
+    trainer.evaluate()
+    trainer.model.eval()
+    total = count = 0
+    for batch in batches:
+        for ids, labels, docs in zip(batch["input_ids"], batch["labels"], batch["document_ids"], strict=True):
+            logits = trainer.model(ids[None], document_ids=docs[None])[0]
+            for t in range(len(ids)):
+                if labels[t] >= 0:
+                    total -= logits[t].log_softmax(0)[labels[t]].item()
+                    count += 1
+    record = records(tmp_path)[-1]
+    assert record["val_loss"] == pytest.approx(total / count, rel=1e-12)
+    assert record["val_tokens"] == count
+    trainer.logger.close()
+
+
+def test_evaluation_changes_no_training_number(corpus, tmp_path):
+    train(config(corpus, tmp_path / "with", {"validation": {"enable": True, "fraction": 0.3, "freq": 1}}))
+    train(config(corpus, tmp_path / "rare", {"validation": {"enable": True, "fraction": 0.3, "freq": 100}}))
+    lines = [[r for r in exact(tmp_path / name) if "loss" in r] for name in ("with", "rare")]
+    assert lines[0] == lines[1]
+
+
+def test_vocabulary_smaller_than_the_tokenizers(corpus, tmp_path):
+    with pytest.raises(ConfigError, match=r"vocab_size = 100 is smaller than the 257 tokens.*at least 257"):
+        train(config(corpus, tmp_path, vocab_size=100))
+
+
+def test_sequence_longer_than_the_models(corpus, tmp_path):
+    with pytest.raises(ConfigError, match=r"training.seq_len = 128 is beyond the model's max_seq_len = 64"):
+        train(config(corpus, tmp_path, {"training": {"seq_len": 128}}))
+
+
+def test_unknown_family_names_the_nearest(corpus, tmp_path):
+    with pytest.raises(ConfigError, match=r"qwen3_mo.*'qwen3_moe'"):
+        train(config(corpus, tmp_path, {"model": {"name": "qwen3_mo"}}))
+
+
+def test_checkpoint_of_another_model_is_refused(corpus, tmp_path):
+    train(config(corpus, tmp_path, {"checkpoint": {"enable": True}}))
+    with pytest.raises(CheckpointError, match=r"of another shape"):
+        train(config(corpus, tmp_path, {"checkpoint": {"enable": True}}, hidden_dim=24))
+
+
+def test_mtp_loss_is_reported_and_trained(corpus, tmp_path):
+    run = config(corpus, tmp_path, mtp_depth=1)
+    trainer = trainer_module.Trainer(run, [])
+    before = {name: p.detach().clone() for name, p in trainer.model.named_parameters() if name.startswith("mtp.")}
+    trainer.run()
+    after = dict(trainer.model.named_parameters())
+    assert before and all(not torch.equal(after[name], value) for name, value in before.items())
+    assert all(0 < record["mtp_loss"] < 8 for record in records(tmp_path))
