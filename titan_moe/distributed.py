@@ -64,7 +64,7 @@ def make_mesh(device_type: str, sizes: Sequence[int], names: Sequence[str]) -> D
 def timeout_seconds(group: dist.ProcessGroup | None = None) -> float:
     """Timeout of a group (default: the world), in seconds."""
     group = group or dist.group.WORLD
-    return group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+    return group._get_backend(group._device_types[0]).options._timeout.total_seconds()
 
 
 def all_groups() -> list[dist.ProcessGroup]:

@@ -7,9 +7,10 @@ import shutil
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 from training import differences, start, train
 
-from titan_moe.checkpoint import Checkpointer
+from titan_moe.checkpoint import Checkpointer, rng_tensors
 from titan_moe.checkpoint.files import Manifest, checksum, read_manifest, write_manifest
 from titan_moe.errors import CheckpointError
 
@@ -18,7 +19,7 @@ from titan_moe.errors import CheckpointError
 def saved(tmp_path):
     model, optimizer = start()
     train(model, optimizer, [1])
-    Checkpointer(tmp_path).save(1, model, optimizer)
+    Checkpointer(tmp_path).save(1, model, optimizer, rank_tensors=rng_tensors())
     return tmp_path
 
 
@@ -117,13 +118,15 @@ def outside_the_tensor(metadata):
     entry.chunks[0].offsets = torch.Size([-1, 0])
 
 
+def oversized(metadata):
+    metadata.state_dict_metadata["rank.0.rng_cpu"].size = torch.Size([2**50])
+
+
 def not_stored(metadata):
     metadata.storage_data.clear()
 
 
 def bytes_item(metadata):
-    from torch.distributed.checkpoint.metadata import BytesStorageMetadata
-
     metadata.state_dict_metadata["model.embed.weight"] = BytesStorageMetadata()
 
 
@@ -137,6 +140,7 @@ def bytes_item(metadata):
         (beyond_the_file, r"outside the checkpoint's files"),
         (missing_chunk, r"the chunks of model\.embed\.weight have 0 values instead of 42"),
         (outside_the_tensor, r"a chunk of model\.embed\.weight lies outside its shape \[7, 6\]"),
+        (oversized, r"rank\.0\.rng_cpu of shape \[1125899906842624\] is larger than all files"),
         (not_stored, r"is in no file"),
         (bytes_item, r"asks for .*BytesStorageMetadata"),
     ],

@@ -145,9 +145,15 @@ class _Reader(dcp.FileSystemReader):
 def _check_index(metadata: Any, sizes: dict[str, int]) -> None:
     if not isinstance(metadata, dcp_metadata.Metadata):
         raise CheckpointError("it does not hold an index")
+    stored_bytes = sum(sizes.values())
     for name, entry in metadata.state_dict_metadata.items():
         if not isinstance(name, str) or not isinstance(entry, dcp_metadata.TensorStorageMetadata):
             raise CheckpointError(f"{name!r} is not a tensor")
+        if (
+            any(length < 0 for length in entry.size)
+            or math.prod(entry.size) * entry.properties.dtype.itemsize > stored_bytes
+        ):
+            raise CheckpointError(f"{name} of shape {list(entry.size)} is larger than all files together")
         elements = 0
         for chunk in entry.chunks:
             bounds = list(zip(chunk.offsets, chunk.sizes, entry.size, strict=True))
