@@ -10,13 +10,16 @@ _LAZY = {
     "save_hf": "titan_moe.hf",
     "iter_hf_tensors": "titan_moe.hf",
 }
+_ROOMS = ("models", "moe")
 
 
 def __getattr__(name: str):
+    if name in _ROOMS:
+        return import_module(f"titan_moe.{name}")
     if name in _LAZY:
         return getattr(import_module(_LAZY[name]), name)
     raise AttributeError(f"module 'titan_moe' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_LAZY])
+    return sorted([*globals(), *_LAZY, *_ROOMS])
