@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from titan_moe.models.norm import RMSNorm
 from titan_moe.models.rope import rotate, yarn_mscale
 
 if TYPE_CHECKING:
@@ -131,8 +132,8 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(config.dim, config.num_kv_heads * config.head_dim, bias=qkv_bias)
         self.v_proj = nn.Linear(config.dim, config.num_kv_heads * config.head_dim, bias=qkv_bias)
         self.o_proj = nn.Linear(config.num_heads * config.head_dim, config.dim, bias=out_bias)
-        self.q_norm = nn.RMSNorm(config.head_dim, eps=config.norm_eps) if qk_norm else None
-        self.k_norm = nn.RMSNorm(config.head_dim, eps=config.norm_eps) if qk_norm else None
+        self.q_norm = RMSNorm(config.head_dim, eps=config.norm_eps) if qk_norm else None
+        self.k_norm = RMSNorm(config.head_dim, eps=config.norm_eps) if qk_norm else None
         self.sinks = nn.Parameter(torch.empty(config.num_heads)) if sinks else None
 
     def forward(self, x_BSD: Tensor, context: ForwardContext) -> Tensor:
@@ -161,10 +162,10 @@ class LatentAttention(nn.Module):
             self.q_proj = nn.Linear(config.dim, q_dim, bias=False)
         else:
             self.q_a_proj = nn.Linear(config.dim, config.q_lora_rank, bias=False)
-            self.q_a_layernorm = nn.RMSNorm(config.q_lora_rank, eps=1e-6)
+            self.q_a_layernorm = RMSNorm(config.q_lora_rank, eps=1e-6)
             self.q_b_proj = nn.Linear(config.q_lora_rank, q_dim, bias=False)
         self.kv_a_proj_with_mqa = nn.Linear(config.dim, self.kv_lora_rank + self.rope_dim, bias=False)
-        self.kv_a_layernorm = nn.RMSNorm(self.kv_lora_rank, eps=1e-6)
+        self.kv_a_layernorm = RMSNorm(self.kv_lora_rank, eps=1e-6)
         self.kv_b_proj = nn.Linear(self.kv_lora_rank, config.num_heads * (self.nope_dim + self.v_dim), bias=False)
         self.o_proj = nn.Linear(config.num_heads * self.v_dim, config.dim, bias=False)
         self.scale = (self.nope_dim + self.rope_dim) ** -0.5

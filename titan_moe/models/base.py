@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from titan_moe.errors import ConfigError, nearest
 from titan_moe.models.attention import ForwardContext, attention_mask
 from titan_moe.models.layers import DecoderLayer, MTPBlock
+from titan_moe.models.norm import RMSNorm
 from titan_moe.models.rope import Rotary, check_scaling
 from titan_moe.moe import MoEConfig
 
@@ -152,7 +153,7 @@ class Decoder(nn.Module):
                 for i in range(config.num_layers)
             }
         )
-        self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.norm = RMSNorm(config.dim, eps=config.norm_eps)
         self.lm_head = None if config.tie_embeddings else nn.Linear(config.dim, config.vocab_size, bias=False)
         depths = range(config.mtp_depth)
         self.mtp = nn.ModuleDict({str(d): MTPBlock(config, self.attention(config.num_layers + d)) for d in depths})

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titan_moe.models.attention import ForwardContext
+from titan_moe.models.norm import RMSNorm
 from titan_moe.moe import MoE
 
 if TYPE_CHECKING:
@@ -31,9 +32,9 @@ class DecoderLayer(nn.Module):
 
     def __init__(self, config: "ModelConfig", attention: nn.Module, *, dense: bool) -> None:
         super().__init__()
-        self.input_layernorm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.input_layernorm = RMSNorm(config.dim, eps=config.norm_eps)
         self.self_attn = attention
-        self.post_attention_layernorm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.dim, eps=config.norm_eps)
         self.mlp = FeedForward(config.dim, config.ffn_dim) if dense else MoE(config.moe)
 
     def forward(self, x_BSD: Tensor, context: ForwardContext) -> Tensor:
@@ -53,11 +54,11 @@ class MTPBlock(nn.Module):
 
     def __init__(self, config: "ModelConfig", attention: nn.Module) -> None:
         super().__init__()
-        self.enorm = nn.RMSNorm(config.dim, eps=config.norm_eps)
-        self.hnorm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.enorm = RMSNorm(config.dim, eps=config.norm_eps)
+        self.hnorm = RMSNorm(config.dim, eps=config.norm_eps)
         self.eh_proj = nn.Linear(2 * config.dim, config.dim, bias=False)
         self.layer = DecoderLayer(config, attention, dense=config.num_dense_layers >= config.num_layers)
-        self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.norm = RMSNorm(config.dim, eps=config.norm_eps)
         own = config.mtp_own_embeddings
         self.embed_tokens = nn.Embedding(config.vocab_size, config.dim) if own else None
         self.lm_head = nn.Linear(config.dim, config.vocab_size, bias=False) if own else None

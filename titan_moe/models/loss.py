@@ -6,6 +6,7 @@ The caller divides by the number of labelled tokens of the global batch, so no l
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from titan_moe.models.base import shift_within_document
@@ -26,25 +27,23 @@ class Losses(NamedTuple):
 
 
 class _CrossEntropySum(torch.autograd.Function):
-    # Keeps the logits and one number per token; the library's own would keep a second [T, V] tensor.
+    # Keeps nothing but the logits; the library's own would keep a second [T, V] tensor until backward.
     @staticmethod
     def forward(ctx, logits_TV, labels_T):
-        wide_TV = logits_TV.to(torch.promote_types(logits_TV.dtype, torch.float32))
-        lse_T = wide_TV.logsumexp(-1)
-        labelled_T = labels_T != IGNORE
-        target_T1 = labels_T.masked_fill(~labelled_T, 0)[:, None]
-        ctx.save_for_backward(logits_TV, lse_T, labelled_T, target_T1)
-        # Selected, not multiplied: an ignored token's logits may be inf.
-        return (lse_T - wide_TV.gather(1, target_T1)[:, 0]).where(labelled_T, 0).sum()
+        ctx.save_for_backward(logits_TV, labels_T)
+        ctx.dtype = torch.promote_types(logits_TV.dtype, torch.float32)
+        return F.cross_entropy(logits_TV.to(ctx.dtype), labels_T, ignore_index=IGNORE, reduction="sum")
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad):
-        logits_TV, lse_T, labelled_T, target_T1 = ctx.saved_tensors
-        grad_TV = (logits_TV - lse_T[:, None]).exp_()
-        grad_TV.scatter_add_(1, target_T1, -torch.ones_like(lse_T)[:, None])
-        grad_TV.mul_(grad)
-        return grad_TV.masked_fill_(~labelled_T[:, None], 0).to(logits_TV.dtype), None
+        logits_TV, labels_T = ctx.saved_tensors
+        ignored_T1 = (labels_T == IGNORE)[:, None]
+        grad_TV = torch.softmax(logits_TV, dim=-1, dtype=ctx.dtype)
+        target_T1 = labels_T[:, None].masked_fill(ignored_T1, 0)
+        grad_TV.scatter_add_(1, target_T1, grad_TV.new_full((), -1.0).expand_as(target_T1))
+        # Filled, not multiplied by 0: an ignored token's logits may be inf.
+        return grad_TV.mul_(grad).masked_fill_(ignored_T1, 0).to(logits_TV.dtype), None
 
 
 def cross_entropy_sum(logits: Tensor, labels: Tensor) -> Tensor:
