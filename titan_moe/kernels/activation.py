@@ -67,13 +67,10 @@ def activation_backward(z_RnF: Tensor, da_RF: Tensor, act: Activation) -> tuple[
     dgate, dup = dz.chunk(2, dim=-1)
     if act.kind in ("swiglu", "geglu"):
         a = F.silu(gate) if act.kind == "swiglu" else F.gelu(gate)
-        torch.mul(da, a, out=dup)
-        a.mul_(up)
-        if act.kind == "swiglu":
-            torch.ops.aten.silu_backward.grad_input(da * up, gate, grad_input=dgate)
-        else:
-            torch.ops.aten.gelu_backward.grad_input(da * up, gate, grad_input=dgate)
-        return a, dz
+        dup.copy_(da).mul_(a)
+        backward = torch.ops.aten.silu_backward if act.kind == "swiglu" else torch.ops.aten.gelu_backward
+        dgate.copy_(backward(da * up, gate))
+        return a.mul_(up), dz
     assert act.kind == "clamped_swiglu", act.kind
     g = gate.clamp(max=act.limit)
     u1 = up.clamp(-act.limit, act.limit).add_(1)
@@ -81,8 +78,8 @@ def activation_backward(z_RnF: Tensor, da_RF: Tensor, act: Activation) -> tuple[
     gs = g * s
     # d(g s)/dg = s + alpha g s (1 - s)
     slope = torch.addcmul(s, gs, 1 - s, value=act.alpha)
-    torch.mul(slope.mul_(u1), da, out=dgate).masked_fill_(gate > act.limit, 0)
-    torch.mul(gs, da, out=dup).masked_fill_(up.abs() > act.limit, 0)
+    dgate.copy_(da).mul_(slope.mul_(u1)).masked_fill_(gate > act.limit, 0)
+    dup.copy_(da).mul_(gs).masked_fill_(up.abs() > act.limit, 0)
     return gs.mul_(u1), dz
 
 
