@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 import torch
-from hf_tiny import edit_config, equal, tensors_of
+from hf_tiny import edit_config, equal, rewrite, tensors_of
 
 import titan_moe
 from titan_moe import models
@@ -59,6 +59,22 @@ def test_mtp_layers_that_are_not_trained_are_reported_and_pass_through_an_export
     # Onto its own source too, and with one layer trained.
     titan_moe.save_hf(titan_moe.load_hf(folder, mtp_depth=1), folder)
     assert equal(titan_moe.load_hf(folder, mtp_depth=2).state_dict(), ours.state_dict())
+
+
+def test_integers_and_router_biases_pass_through_a_cast_untouched(with_mtp, tmp_path):
+    folder = with_mtp[1]
+    tensors = tensors_of(folder)
+    tensors |= {
+        "model.layers.3.steps": torch.tensor(2**53 + 1),
+        "model.layers.3.ids": torch.arange(3, dtype=torch.int8),
+    }
+    rewrite(folder, tensors)
+    titan_moe.save_hf(titan_moe.load_hf(folder), tmp_path / "out", dtype=torch.bfloat16)
+    written = tensors_of(tmp_path / "out")
+    for name in ("steps", "ids", "mlp.gate.weight", "mlp.gate.e_score_correction_bias"):
+        before, after = tensors[f"model.layers.3.{name}"], written[f"model.layers.3.{name}"]
+        assert after.dtype == before.dtype and torch.equal(after, before)
+    assert written["model.layers.3.eh_proj.weight"].dtype == torch.bfloat16
 
 
 def test_an_export_whose_source_is_gone_says_so_and_announces_no_mtp_layers(with_mtp, tmp_path, caplog):

@@ -170,4 +170,6 @@ def test_a_model_that_never_was_a_file_exports_to_transformers(family, flavor, t
     ours = models.build(family, flavor, init_std=0.1).eval()
     titan_moe.save_hf(ours, tmp_path)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager").eval()
-    assert (ours(TOKENS) - theirs(TOKENS).logits).abs().max() < LOGITS
+    expected = theirs(TOKENS).logits
+    # Logits reach 5 here, and each side is 1e-5 from the float64 result.
+    assert (ours(TOKENS) - expected).abs().max() < LOGITS * expected.abs().max()

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from titan_moe.errors import CheckpointError
 from titan_moe.hf.config import check_dtype, config_from_hf, differences, mtp_layers_in
-from titan_moe.hf.names import Piece, layouts, repeats
+from titan_moe.hf.names import Piece, is_router, layouts, repeats
 from titan_moe.hf.source import Dequantized, open_source
 from titan_moe.models import from_config
 from titan_moe.models.base import override_config
@@ -185,6 +185,6 @@ def _names(what: str, names: Iterable[str]) -> str:
 
 def _file_dtype(source: Dequantized) -> torch.dtype:
     """The widest float dtype among the file's tensors; router weights and biases do not count."""
-    router = re.compile(r"\.(gate|router)\.(weight|bias)$|e_score_correction_bias$|expert_bias$")
-    dtypes = {source.dtype(name) for name in source.names() if not router.search(name) and not _IGNORED.search(name)}
+    names = (name for name in source.names() if not is_router(name) and not _IGNORED.search(name))
+    dtypes = {source.dtype(name) for name in names}
     return reduce(torch.promote_types, sorted((d for d in dtypes if d.is_floating_point), key=str))

@@ -5,6 +5,7 @@ the tensor. The first layout is what hub checkpoints and ``save_pretrained`` wri
 hidden, D model dim.
 """
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -49,6 +50,9 @@ NAMES = {
     "glm4_moe": HFNames(),
     "gpt_oss": HFNames(router="router", interleaved=True),
 }
+
+
+_ROUTER = re.compile(r"\.(gate|router)\.(weight|bias)$|e_score_correction_bias$|expert_bias$")
 
 
 def layouts(name: str, shape: tuple[int, ...], family: str, num_layers: int) -> list[list[Piece]]:
@@ -113,6 +117,11 @@ def repeats(name: str, num_layers: int, mtp_depth: int, tied: bool) -> list[str]
         parts += ["shared_head.head.weight"]
         names = ["lm_head.weight"]
     return names + [f"model.layers.{num_layers + d}.{part}" for d in range(mtp_depth) for part in parts]
+
+
+def is_router(hf_name: str) -> bool:
+    """Whether a tensor belongs to a router, which computes in fp32 whatever the rest has."""
+    return _ROUTER.search(hf_name) is not None
 
 
 def _locate(name: str, num_layers: int) -> tuple[str, str]:

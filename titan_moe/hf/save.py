@@ -20,7 +20,7 @@ from titan_moe.distributed import broadcast_object, rank
 from titan_moe.errors import CheckpointError, TrainingError
 from titan_moe.hf.config import check_dtype, config_to_hf, mtp_layers_in
 from titan_moe.hf.load import HFOrigin, model_tensors
-from titan_moe.hf.names import pieces, repeats
+from titan_moe.hf.names import is_router, pieces, repeats
 from titan_moe.hf.source import Dequantized, open_source
 
 logger = logging.getLogger(__name__)
@@ -109,18 +109,18 @@ def _split(model: nn.Module, name: str, tensor: Tensor) -> Iterator[tuple[str, T
         yield piece.hf_name, piece.to_hf(whole[piece.index])
 
 
-def _export_dtype(name: str, tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
-    if dtype is None or not tensor.is_floating_point():
-        return tensor.dtype
-    return torch.promote_types(dtype, torch.float32) if ".router." in name else dtype
+def _export_dtype(hf_name: str, of: torch.dtype, dtype: torch.dtype | None) -> torch.dtype:
+    if dtype is None or not of.is_floating_point:
+        return of
+    return torch.promote_types(dtype, torch.float32) if is_router(hf_name) else dtype
 
 
 def _total_bytes(model: nn.Module, dtype: torch.dtype | None) -> int:
     """Size of the weights on disk; raises for a tensor without a name before any rank starts to gather."""
     total = 0
     for name, tensor in model_tensors(model).items():
-        pieces(name, tuple(tensor.shape), model.config.family, model.config.num_layers)
-        total += tensor.numel() * _export_dtype(name, tensor, dtype).itemsize
+        parts = pieces(name, tuple(tensor.shape), model.config.family, model.config.num_layers)
+        total += tensor.numel() * _export_dtype(parts[0].hf_name, tensor.dtype, dtype).itemsize
     return total
 
 
@@ -134,17 +134,15 @@ def _export(
         copies = [
             copy for copy in repeats(name, config.num_layers, shared, config.tie_embeddings) if copy != "lm_head.weight"
         ]
-        cast = _export_dtype(name, tensor, dtype)
         for hf_name, part in _split(model, name, tensor):
-            part = part.to(cast).contiguous()
+            part = part.to(_export_dtype(hf_name, part.dtype, dtype)).contiguous()
             yield hf_name, part
             for copy in copies:
                 yield copy, part.clone()
     if extra:
         source = Dequantized(open_source(origin.path))
         for hf_name in extra:
-            part = source.tensor(hf_name)
-            yield hf_name, part.to(dtype or source.dtype(hf_name)) if part.is_floating_point() else part
+            yield hf_name, source.tensor(hf_name).to(_export_dtype(hf_name, source.dtype(hf_name), dtype))
 
 
 def _untrained(origin: HFOrigin | None) -> list[str]:
@@ -168,7 +166,7 @@ def _write(
     target.parent.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(target.parent).free
     if free < total:
-        raise CheckpointError(f"{total / 1e9:.1f} GB needed, {free / 1e9:.1f} GB free on the disk")
+        raise CheckpointError(f"{total / 1e6:,.0f} MB needed, {free / 1e6:,.0f} MB free on the disk")
     # One fixed name, so that what a killed export left is found and removed.
     aside = target.parent / f".{target.name}.tmp"
     shutil.rmtree(aside, ignore_errors=True)
@@ -194,6 +192,8 @@ def _write_shards(folder: Path, tensors: Iterator[tuple[str, Tensor]], total: in
         # The number of shards, a part of their names, is known only at the end.
         file = folder / f"{len(shards)}.part"
         save_file(shard, file, metadata={"format": "pt"})
+        # safetensors makes files that only their owner can read.
+        file.chmod(folder.stat().st_mode & 0o666)
         _sync(file)
         shards.append(list(shard))
         shard.clear()
