@@ -80,6 +80,11 @@ def test_help_and_version(capsys):
     assert "doctor" in capsys.readouterr().out
     main(["--help"])
     assert "generate" in capsys.readouterr().out
+    for command in ("doctor", "report"):
+        main([command, "--help"])
+        assert f"titan-moe {command}: " in capsys.readouterr().out
+    ended(0, "tokenizer", "--help")
+    assert "--vocab_size" in capsys.readouterr().out
     main(["--version"])
     assert __version__ in capsys.readouterr().out
 

@@ -18,7 +18,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         elif arguments[0] == "--version":
             print(f"titan-moe {__version__}")
         elif arguments[0] in COMMANDS:
-            COMMANDS[arguments[0]][0](arguments[1:])
+            run, text = COMMANDS[arguments[0]]
+            rest = arguments[1:]
+            if arguments[0] not in ("train", "config"):
+                rest = [word for word in rest if word != "--debug.traceback"]
+            if rest[:1] in (["-h"], ["--help"]) and arguments[0] in ("doctor", "report"):
+                print(f"titan-moe {arguments[0]}: {text}")
+            else:
+                run(rest)
         else:
             raise ConfigError(f"unknown command {arguments[0]!r}.{nearest(arguments[0], COMMANDS)}")
 
@@ -44,7 +51,9 @@ def _doctor(argv: list[str]) -> None:
 
 
 def _tokenizer(argv: list[str]) -> None:
-    if not argv or argv[0] != "train":
+    if argv[:1] in (["-h"], ["--help"]):
+        argv = ["train", "--help"]
+    if argv[:1] != ["train"]:
         raise ConfigError("the tokenizer command has one form: titan-moe tokenizer train --output FOLDER …")
     import tyro
 
