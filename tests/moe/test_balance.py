@@ -378,3 +378,31 @@ def test_fault_9_losses_come_before_capacity_and_padding():
     layer = Layer(**fields, capacity_factor=1.0, pad_to_capacity=True)
     assert torch.equal(gradient(layer, x), plain)
     assert abs(finish_step(layer)["aux_loss_L"].item() - 1) > 1e-3
+
+
+@pytest.mark.parametrize("wrap", ["compile", "checkpoint of compiled", "compiled checkpoint"])
+def test_fault_15_compiled_layer_counts_once_and_changes_no_loss(wrap):
+    def run(wrap):
+        layer, x = Layer(**V3, **dict.fromkeys(COEFS, 0.1), capacity_factor=0.75), batch()
+        # aot_eager traces forward and backward as inductor would, without compiling kernels.
+        if wrap == "compile":
+            call = torch.compile(layer, backend="aot_eager")
+        elif wrap == "checkpoint of compiled":
+            compiled = torch.compile(layer, backend="aot_eager")
+
+            def call(x):
+                return checkpoint(compiled, x, use_reentrant=False)
+        elif wrap == "compiled checkpoint":
+            call = torch.compile(lambda x: checkpoint(layer, x, use_reentrant=False), backend="aot_eager")
+        else:
+            call = layer
+        call(x).square().sum().backward()
+        return layer.router.weight.grad, finish_step(layer)
+
+    (grad, report), (want_grad, want_report) = run(wrap), run("none")
+    torch.testing.assert_close(grad, want_grad, **CLOSE)
+    for key in ("counts_LE", "dropped_L"):
+        assert torch.equal(report[key], want_report[key])
+    for key in ("aux_loss_L", "z_loss_L"):
+        torch.testing.assert_close(report[key], want_report[key], **CLOSE)
+    assert report["aux_loss_L"].item() > 0

@@ -288,6 +288,15 @@ def test_fault_17_float64_router_stays_float64_and_meta_keeps_dtypes():
     assert balance.counts_E.sum() == 0
 
 
+def test_router_built_under_a_low_default_dtype_is_fp32():
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        router = Router(MoEConfig(D, 4, E, 2, score_function="sigmoid", expert_bias=True, router_bias=True))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert {tensor.dtype for tensor in router.state_dict().values()} == {torch.float32}
+
+
 def test_routing_maths_is_fp32_for_low_precision_input_and_under_autocast():
     router = Router(MoEConfig(D, 4, E, 2))
     balance, x = Balance(router.config), torch.randn(T, D, dtype=torch.bfloat16)
@@ -348,6 +357,18 @@ def test_fault_38_no_tokens(name, padding):
     assert routing.counts_E.tolist() == [0] * E and routing.max_rows == 0
     (routing.weights_TK.sum() + aux).backward()
     assert x.grad.shape == (0, D) and (router.weight.grad == 0).all() and aux == 0
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_fault_14_a_single_token(name):
+    router, balance, x = make(**with_losses(VARIANTS[name]))
+    routing, aux = router(x[:1], balance)
+    (want,) = oracle.route(
+        x[:1] @ router.weight.T + (0.0 if router.bias is None else router.bias), router.config, router.expert_bias
+    )
+    assert sorted(routing.expert_ids_TK[0].tolist()) == sorted(want)
+    torch.testing.assert_close(dense_weights(routing), oracle.dense([want], E), rtol=1e-10, atol=0)
+    assert aux.isfinite()
 
 
 @pytest.mark.parametrize("policy", ["probs", "position"])

@@ -6,7 +6,6 @@ and P_e the sum over real tokens of its normalised score, every balancing loss i
 and ranks like the main loss. A uniform router gives exactly the coefficient.
 """
 
-from collections import deque
 from collections.abc import Callable, Iterator
 
 import torch
@@ -54,7 +53,7 @@ class Balance(nn.Module):
         self.token_weight: Tensor | None = None
         self.reduce_counts: Callable[[Tensor], Tensor] | None = None
         # Per micro-batch of this step: what identifies it, and the global f it saw. A recompute needs the same f.
-        self._seen: deque[tuple[Tensor, Tensor]] = deque(maxlen=_MICRO_BATCHES)
+        self._seen: list[tuple[Tensor, Tensor]] = []
         for name in ("counts_E", "global_counts_E"):
             self.register_buffer(name, torch.zeros(config.num_experts, dtype=torch.int64), persistent=False)
         for name, dtype in (("dropped", torch.int64), ("aux_loss", torch.float64), ("z_loss", torch.float64)):
@@ -89,8 +88,13 @@ class Balance(nn.Module):
         Returns:
             0-d loss with graph, or None in eval or with every coefficient 0.
         """
-        if not self.training:
-            return None
+        return self._losses(logits_TE, scores_TE, routing, valid_T, seq_len) if self.training else None
+
+    # A compiled graph cannot ask whether it is a recompute, and would save other tensors in one.
+    @torch._disable_dynamo
+    def _losses(
+        self, logits_TE: Tensor, scores_TE: Tensor, routing: Routing, valid_T: Tensor | None, seq_len: int
+    ) -> Tensor | None:
         config = self.config
         recompute = in_backward()
         if not recompute:
@@ -176,6 +180,7 @@ class Balance(nn.Module):
                 total_E = self.reduce_counts(total_E)
             f_E = _share(total_E, probs_E)
             self._seen.append((probs_E, f_E))
+            del self._seen[:-_MICRO_BATCHES]
             return f_E
         assert self._seen, "recompute of a forward of an earlier step"
         # Schedules recompute in any order, so a micro-batch is known by its scores: the nearest seen ones.
