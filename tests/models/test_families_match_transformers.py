@@ -35,9 +35,17 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_logits_loss_and_gradients_equal_transformers(case):
-    family, hf_extra, ours_extra = CASES[case]
+    _compare(*CASES[case], seq_len=24)
+
+
+@pytest.mark.parametrize("case", ["qwen3_moe", "deepseek_v3", "gpt_oss", "mixtral_window"])
+def test_sequences_long_enough_to_be_cut_equal_transformers(case):
+    _compare(*CASES[case], seq_len=128)
+
+
+def _compare(family: str, hf_extra: dict, ours_extra: dict, seq_len: int) -> None:
     hf, ours = twins(family, hf_extra, ours_extra)
-    ids = torch.randint(3, 128, (2, 24), generator=torch.Generator().manual_seed(1))
+    ids = torch.randint(3, 128, (2, seq_len), generator=torch.Generator().manual_seed(1))
     labels = ids.roll(-1, 1)
     labels[:, -1] = -100
 
