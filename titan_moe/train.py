@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from titan_moe.config import load_config
+from titan_moe.config import load_config, to_toml
 from titan_moe.errors import describe, exit_code, reported
 
 LAUNCHED = "TITAN_MOE_LAUNCHED"
@@ -24,6 +24,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         _end_with_launcher()
     with reported("--debug.traceback" in arguments):
         config = load_config(arguments)
+        if config.job.print_config and os.environ.get("RANK", "0") == "0":
+            print(to_toml(config), flush=True)
     with reported(config.debug.traceback), _recorded(config.debug.traceback):
         from titan_moe.trainer import train
 

@@ -1,5 +1,6 @@
 """TOML and command line: precedence, strictness, and one readable error for each mistake."""
 
+import ast
 import re
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import titan_moe
 from titan_moe.config import JobConfig, from_dict, load_config, to_toml
 from titan_moe.config.load import option_fields
 from titan_moe.errors import ConfigError
@@ -189,6 +191,21 @@ def test_options_are_frozen():
     """A renamed or lost option breaks users' files: change options.txt knowingly, with a line in CHANGELOG.md."""
     frozen = Path(__file__).with_name("options.txt").read_text().split()
     assert sorted(option_fields()) == frozen
+
+
+def test_every_key_is_read_by_some_code():
+    """A key that nothing reads would be accepted and do nothing."""
+    package = Path(titan_moe.__file__).parent
+    read = set()
+    for path in package.rglob("*.py"):
+        if path.name not in ("job.py", "validate.py"):
+            read |= {node.attr for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)}
+    # [moe] reaches the model as a whole, through model_overrides.
+    unread = [key for key in option_fields() if not key.startswith("moe.") and key.rpartition(".")[2] not in read]
+    # Read in validate.py alone, by helpers that the trainer calls.
+    helpers = {"parallelism.data_parallel_replicate_degree", "parallelism.data_parallel_shard_degree", "model.override"}
+    helpers |= {"training.global_batch_size", "debug.seed"}
+    assert set(unread) <= helpers
 
 
 def test_help_shows_every_key_with_text_and_default_fast_and_without_torch():
