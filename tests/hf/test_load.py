@@ -89,6 +89,8 @@ def test_a_wrong_shape_names_the_tensor_and_both_shapes(qwen):
         ({"model_type": "qwen3_mo"}, "model_type = 'qwen3_mo' is not supported. Did you mean 'qwen3_moe'"),
         ({"model_type": None}, "model_type = None is not supported. Known: deepseek_v3"),
         ({"hidden_size": None}, "hidden_size is missing"),
+        ({"num_hidden_layers": "two"}, r"config\.json: a value has the wrong type"),
+        ({"rope_parameters": 10000}, r"config\.json: a value has the wrong type"),
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported; only 'silu'"),
         ({"attention_bias": True}, "attention_bias = True is not supported"),
         ({"decoder_sparse_step": 2}, "decoder_sparse_step = 2"),

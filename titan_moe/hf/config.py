@@ -34,11 +34,14 @@ def config_from_hf(hf: dict[str, Any]) -> ModelConfig:
         raise ConfigError(f"config.json: model_type = {family!r} is not supported.{nearest(family, TRANSLATIONS)}")
     _check_quantization(hf.get("quantization_config") or {})
     translation = TRANSLATIONS[family]
-    values = translation.read(Reader(hf)) | translation.moe
     of_moe = {field.name for field in fields(MoEConfig)}
-    moe = MoEConfig(**{key: value for key, value in values.items() if key in of_moe})
-    rest = {key: value for key, value in values.items() if key not in of_moe or key == "dim"}
-    return type(next(iter(FAMILIES[family].flavors.values())))(**rest, moe=moe)
+    try:
+        values = translation.read(Reader(hf)) | translation.moe
+        moe = MoEConfig(**{key: value for key, value in values.items() if key in of_moe})
+        rest = {key: value for key, value in values.items() if key not in of_moe or key == "dim"}
+        return type(next(iter(FAMILIES[family].flavors.values())))(**rest, moe=moe)
+    except (TypeError, AttributeError) as error:
+        raise ConfigError(f"config.json: a value has the wrong type: {error}.") from error
 
 
 def config_to_hf(config: ModelConfig, origin: dict[str, Any], mtp_layers: int, dtype: torch.dtype) -> dict[str, Any]:

@@ -86,7 +86,7 @@ def save_hf(model: nn.Module, path: str | Path, dtype: torch.dtype | None = None
     layers = mtp_layers_in(origin.config) if extra else model.config.mtp_depth
     hf_config = config_to_hf(model.config, origin.config if origin else {}, layers, weights_dtype)
     total = _total_bytes(model, dtype)
-    tensors = _export(model, dtype, extra, origin)
+    tensors = _export(model, dtype, extra if rank() == 0 else [], origin)
     error = None
     if rank() == 0:
         try:
