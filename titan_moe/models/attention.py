@@ -3,7 +3,6 @@
 Shapes: B sequences, S positions, H query heads, K dims of a query or key head, V dims of a value head, D model dim.
 """
 
-from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -19,19 +18,22 @@ if TYPE_CHECKING:
     from titan_moe.models.deepseek_v3 import DeepseekV3Config
 
 
-@dataclass
 class ForwardContext:
     """What all layers of one forward pass share.
 
-    A plain object, not a tuple: mixed precision would cast the tables of a tuple down to bf16.
+    A plain class: mixed precision casts the floats in tuples and dataclasses, and tables in bf16 lose positions.
+
+    Args:
+        cos: see ``Rotary.tables``.
+        sin: see ``Rotary.tables``.
+        valid_BS: real tokens; None: all.
+        masks: additive mask per sliding window, None for the whole past; see ``attention_mask``.
     """
 
-    cos: Tensor
-    sin: Tensor
-    valid_BS: Tensor | None = None
-    """Real tokens; None: all."""
-    masks: dict[int | None, Tensor | None] = field(default_factory=dict)
-    """Additive mask per sliding window, None for the whole past; see ``attention_mask``."""
+    def __init__(
+        self, cos: Tensor, sin: Tensor, valid_BS: Tensor | None, masks: dict[int | None, Tensor | None]
+    ) -> None:
+        self.cos, self.sin, self.valid_BS, self.masks = cos, sin, valid_BS, masks
 
 
 def attention_mask(
