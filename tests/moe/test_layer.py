@@ -132,7 +132,9 @@ def test_layer_equals_the_loop_in_output_and_every_gradient(name, valid, backend
     assert_close(gradients(layer, x, dy, valid), oracle_gradients(layer, x, dy, valid), atol=1e-10)
 
 
-@pytest.mark.parametrize("name", ["softmax_post", "sigmoid_bias_groups", "gpt_oss", "llama4", "latent", "counts_padded"])
+@pytest.mark.parametrize(
+    "name", ["softmax_post", "sigmoid_bias_groups", "gpt_oss", "llama4", "latent", "counts_padded"]
+)
 def test_float32_layer_equals_the_float64_loop_to_rounding(name):
     layer = build(torch.float32, **CASES[name])
     x, dy = data(dtype=torch.float32)
