@@ -10,7 +10,7 @@ import tyro
 from torch import Tensor, nn
 
 from titan_moe.checkpoint import find_checkpoint, load_weights, saved_config
-from titan_moe.config import from_dict, model_overrides
+from titan_moe.config import from_dict, model_overrides, resolved_dtypes
 from titan_moe.data import build_tokenizer
 from titan_moe.errors import ConfigError
 from titan_moe.hf import load_hf
@@ -50,7 +50,7 @@ def load(checkpoint: str, tokenizer: str | None = None) -> tuple[nn.Module, obje
     folder = find_checkpoint(path)
     config = from_dict(saved_config(folder))
     default = torch.get_default_dtype()
-    torch.set_default_dtype(getattr(torch, config.training.dtype))
+    torch.set_default_dtype(getattr(torch, resolved_dtypes(config)[0]))
     try:
         model = from_config(model_config(config.model.name, config.model.flavor, **model_overrides(config)), seed=None)
     finally:

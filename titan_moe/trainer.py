@@ -24,6 +24,7 @@ from titan_moe.config import (
     data_parallel_degrees,
     model_overrides,
     resolve_batch,
+    resolved_dtypes,
     resolved_seed,
     validate,
 )
@@ -63,10 +64,11 @@ class Trainer:
     def __init__(self, config: JobConfig, plugins: list[Plugin]) -> None:
         self.config = config
         self.seed = resolved_seed(config)
+        self.dtype, self.compute_dtype = resolved_dtypes(config)
         self.model_config = model_config(config.model.name, config.model.flavor, **model_overrides(config))
         self.tokenizer = build_tokenizer(config.model.tokenizer)
         self._check_model()
-        self.accumulation = resolve_batch(config, dist.world_size())
+        self.accumulation = resolve_batch(config, dist.world_size()).passes
         self.device = torch.device("cuda", dist.local_rank()) if torch.cuda.is_available() else torch.device("cpu")
         if config.debug.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -86,12 +88,13 @@ class Trainer:
         self.model = self._build_model(plugins)
         self.optimizer = build_optimizer(self.model, config.optimizer)
         self.schedule = LRSchedule(config.lr_scheduler, config.optimizer.lr, config.training.steps)
-        self.scaler = LossScaler(enabled=config.training.mixed_precision_param == "float16")
+        self.scaler = LossScaler(enabled=self.compute_dtype == "float16")
         self.checkpointer = None
         if config.checkpoint.enable:
             folder = Path(config.job.dump_folder) / config.checkpoint.folder
             self.checkpointer = Checkpointer(folder, config.checkpoint.keep_latest_k)
         self.step_done = 0
+        self.warmed_up = False
         self.skipped_in_row = 0
         self.stop_signal = 0
         self._load()
@@ -123,13 +126,13 @@ class Trainer:
 
     def _sharded(self) -> bool:
         """Whether FSDP is needed: for several processes, or to compute in another dtype than the parameters'."""
-        return dist.world_size() > 1 or self.config.training.mixed_precision_param is not None
+        return dist.world_size() > 1 or self.compute_dtype != self.dtype
 
     def _build_model(self, plugins: list[Plugin]) -> nn.Module:
         """Meta, then plugins, then sharding, then storage, then values: no rank ever holds a full copy."""
         config = self.config
         default = torch.get_default_dtype()
-        torch.set_default_dtype(getattr(torch, config.training.dtype))
+        torch.set_default_dtype(getattr(torch, self.dtype))
         try:
             with torch.device("meta"):
                 model = from_config(self.model_config)
@@ -142,12 +145,11 @@ class Trainer:
             for layer in model.layers.values():
                 layer.compile()
         if self._sharded():
-            compute = config.training.mixed_precision_param
             mesh = data_parallel_mesh(self.device.type, *data_parallel_degrees(config, dist.world_size()))
             model = apply_fsdp(
                 model,
                 mesh,
-                compute_dtype=getattr(torch, compute) if compute else None,
+                compute_dtype=getattr(torch, self.compute_dtype) if self.compute_dtype != self.dtype else None,
                 reshard_after_forward=config.parallelism.fsdp_reshard_after_forward != "never",
                 keep_precision=(Router,),
             )
@@ -237,10 +239,9 @@ class Trainer:
         if config.job.description:
             self.logger.message(config.job.description)
         total = sum(p.numel() for p in self.model.parameters())
-        compute = config.training.mixed_precision_param or config.training.dtype
         self.logger.message(
-            f"{config.model.name}_{config.model.flavor}: {total:,} parameters in {config.training.dtype}, compute in "
-            f"{compute}, {dist.world_size()} x {self.device.type}"
+            f"{config.model.name}_{config.model.flavor}: {total:,} parameters in {self.dtype}, compute in "
+            f"{self.compute_dtype}, {dist.world_size()} x {self.device.type}"
         )
         self.logger.message(
             f"{config.training.dataset}: {data.num_documents:,} documents, {data.num_tokens:,} tokens, "
@@ -295,7 +296,8 @@ class Trainer:
         self.optimizer.zero_grad()
         moe = finish_step(self.model, dist.all_reduce_sum, update_bias=finite)
         self.step_done += 1
-        if self.step_done == 1:
+        if not self.warmed_up:
+            self.warmed_up = True
             dist.set_timeout(self.config.comm.train_timeout_seconds)
 
         metrics = {"loss": loss, "grad_norm": norm, "lr": lr, "tokens": self._tokens(), "data_wait_s": data_wait}

@@ -204,7 +204,8 @@ def test_every_key_is_read_by_some_code():
     unread = [key for key in option_fields() if not key.startswith("moe.") and key.rpartition(".")[2] not in read]
     # Read in validate.py alone, by helpers that the trainer calls.
     helpers = {"parallelism.data_parallel_replicate_degree", "parallelism.data_parallel_shard_degree", "model.override"}
-    helpers |= {"training.global_batch_size", "debug.seed"}
+    helpers |= {"training.global_batch_size", "training.local_batch_size", "debug.seed"}
+    helpers |= {"training.mixed_precision_param"}
     assert set(unread) <= helpers
 
 

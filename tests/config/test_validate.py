@@ -71,7 +71,6 @@ def test_legal_settings_pass(tmp_path, options):
         ("--validation.enable --validation.steps 0", ["validation.steps = 0", "-1"]),
         ("--validation.enable --validation.fraction 1", ["validation.fraction = 1.0"]),
         ("--validation.enable --validation.dataset text", ["validation.dataset_path"]),
-        ("--training.dtype float16", ["mixed_precision_param = 'float16'"]),
         ("--training.dataset stdlb", ["training.dataset = 'stdlb'", "Did you mean 'stdlib'?"]),
         ("--training.dataset text", ["needs training.dataset_path"]),
         ("--training.dataset text --training.dataset_path nowhere", ["'nowhere': no such file or folder"]),
@@ -153,19 +152,29 @@ def test_degrees_that_do_not_factor_the_world_name_the_nearest(world, replicate,
 
 
 @pytest.mark.parametrize(
-    ("total", "local", "processes", "passes"), [(-1, 8, 4, 1), (32, 8, 4, 1), (32, 4, 2, 4), (6, 1, 3, 2)]
+    ("total", "local", "processes", "batch"),
+    [
+        (-1, 8, 4, (8, 32, 1)),
+        (32, 8, 4, (8, 32, 1)),
+        (32, 4, 2, (4, 32, 4)),
+        (6, 1, 3, (1, 6, 2)),
+        (12, -1, 1, (12, 12, 1)),
+        (12, -1, 4, (3, 12, 1)),
+    ],
 )
-def test_global_batch_gives_the_accumulation(total, local, processes, passes):
+def test_global_batch_gives_the_accumulation(total, local, processes, batch):
     config = JobConfig()
     config.training.global_batch_size, config.training.local_batch_size = total, local
-    assert resolve_batch(config, processes) == passes
+    assert resolve_batch(config, processes) == batch
 
 
 @pytest.mark.parametrize(
     ("total", "local", "processes", "way_out"),
     [
         (30, 4, 2, "Nearest legal: 24 or 32"),
-        (4, 4, 2, "Nearest legal: 8; -1 means 8. Or set training.local_batch_size = 2."),
+        (4, 4, 2, "Nearest legal: 8; -1 means 8. Or set training.local_batch_size = 2, or -1."),
+        (6, -1, 4, "Nearest legal global sizes: 4 or 8"),
+        (-1, -1, 2, "Nearest legal global sizes: 2"),
         (0, 4, 2, "Nearest legal: 8"),
         (-2, 4, 2, "Nearest legal: 8"),
     ],

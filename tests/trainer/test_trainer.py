@@ -227,9 +227,13 @@ def test_too_many_skipped_steps_stop(corpus, tmp_path, monkeypatch):
     assert [record["step"] for record in records(tmp_path)] == [1, 2]
 
 
-def test_float16_compute_trains_and_backs_off(corpus, tmp_path):
-    run = config(corpus, tmp_path, {"training": {"dtype": "float32", "mixed_precision_param": "float16"}})
-    train(run)
+@pytest.mark.parametrize("training", [{"dtype": "float16"}, {"dtype": "float32", "mixed_precision_param": "float16"}])
+def test_float16_compute_trains_under_a_loss_scale(corpus, tmp_path, training):
+    run = trainer_module.Trainer(config(corpus, tmp_path, {"training": training}), [])
+    assert {p.dtype for p in run.model.parameters()} == {torch.float32}
+    assert run.scaler.scale == 2.0**16
+    run.run()
+    run.close()
     reference = config(corpus, tmp_path / "fp32", {"training": {"dtype": "float32"}})
     train(reference)
     losses = [record["loss"] for record in records(tmp_path)]

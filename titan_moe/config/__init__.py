@@ -6,6 +6,7 @@ from titan_moe.config.validate import (
     data_parallel_degrees,
     model_overrides,
     resolve_batch,
+    resolved_dtypes,
     resolved_seed,
     validate,
 )
@@ -17,6 +18,7 @@ __all__ = [
     "load_config",
     "model_overrides",
     "resolve_batch",
+    "resolved_dtypes",
     "resolved_seed",
     "to_toml",
     "validate",

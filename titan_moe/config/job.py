@@ -69,7 +69,7 @@ class Training:
     dataset_path: str | None = None
     """File or folder of the dataset; not used by stdlib."""
     local_batch_size: int = 8
-    """Sequences per process and forward pass."""
+    """Sequences per process and forward pass; -1: global_batch_size shared among the processes."""
     global_batch_size: int = -1
     """Sequences per optimizer step, over all processes and accumulation; -1: no accumulation."""
     seq_len: int = 2048
@@ -85,9 +85,10 @@ class Training:
     steps: int = 1000
     """Optimizer steps."""
     dtype: Literal["float64", "float32", "bfloat16", "float16"] = "float32"
-    """Dtype of the parameters, and of compute unless mixed_precision_param says otherwise."""
+    """Dtype of the parameters, and of compute unless mixed_precision_param says otherwise. float16: float32
+    parameters, float16 compute with loss scaling."""
     mixed_precision_param: Literal["float64", "float32", "bfloat16", "float16"] | None = None
-    """Compute dtype; parameters stay in training.dtype. float16 turns on loss scaling."""
+    """Compute dtype; parameters stay in training.dtype. float16 comes with loss scaling."""
     skip_nonfinite: int = 0
     """Steps with a loss or gradient that is not finite to skip in a row before stopping."""
     gc_freq: int = 50

@@ -5,7 +5,7 @@ import math
 import os
 import tempfile
 from dataclasses import fields
-from typing import Any
+from typing import Any, NamedTuple
 
 from titan_moe.config.job import JobConfig
 from titan_moe.errors import ConfigError, nearest
@@ -15,7 +15,6 @@ DATASETS = ("stdlib", "text", "jsonl", "parquet", "huggingface")
 _AT_LEAST = {
     "training.steps": 1,
     "training.seq_len": 1,
-    "training.local_batch_size": 1,
     "training.num_workers": 0,
     "training.skip_nonfinite": 0,
     "training.gc_freq": 1,
@@ -49,7 +48,6 @@ def validate(config: JobConfig, world_size: int = 1) -> None:
         ConfigError: the value, the rule and the way out.
     """
     _check_ranges(config)
-    _check_precision(config)
     _check_data(config)
     _check_checkpoint(config)
     replicate, shard = data_parallel_degrees(config, world_size)
@@ -64,6 +62,15 @@ def resolved_seed(config: JobConfig) -> int:
     return config.training.seed if config.debug.seed is None else config.debug.seed
 
 
+def resolved_dtypes(config: JobConfig) -> tuple[str, str]:
+    """Dtype names of the parameters and of compute.
+
+    ``training.dtype = "float16"`` keeps float32 parameters: AdamW's second moment underflows in float16.
+    """
+    dtype, compute = config.training.dtype, config.training.mixed_precision_param
+    return ("float32" if dtype == "float16" else dtype), compute or dtype
+
+
 def model_overrides(config: JobConfig) -> dict[str, Any]:
     """Fields of the model's configuration that the run sets: ``[moe]`` keys, then ``[model.override]`` on top."""
     moe = {field.name: getattr(config.moe, field.name) for field in fields(config.moe)}
@@ -72,8 +79,19 @@ def model_overrides(config: JobConfig) -> dict[str, Any]:
     return {name: value for name, value in moe.items() if value is not None} | config.model.override
 
 
-def resolve_batch(config: JobConfig, dp_size: int) -> int:
-    """Forward passes accumulated per optimizer step.
+class Batch(NamedTuple):
+    """Sequences of one optimizer step: ``total = local x data-parallel processes x passes``."""
+
+    local: int
+    """Per process and forward pass."""
+    total: int
+    """Per optimizer step."""
+    passes: int
+    """Forward passes accumulated."""
+
+
+def resolve_batch(config: JobConfig, dp_size: int) -> Batch:
+    """How the global batch is cut; a local size of -1 shares it among the processes without accumulation.
 
     Args:
         config: the run's configuration.
@@ -83,19 +101,34 @@ def resolve_batch(config: JobConfig, dp_size: int) -> int:
         ConfigError: the global batch is not a multiple of local batch x processes.
     """
     total, local = config.training.global_batch_size, config.training.local_batch_size
+    if local < 1 and local != -1:
+        raise ConfigError(f"training.local_batch_size = {local}: must be at least 1, or -1 for a share of the global.")
+    if local == -1:
+        if total < 1 or total % dp_size:
+            near = " or ".join(str(size) for size in _around(total, dp_size))
+            raise ConfigError(
+                f"training.local_batch_size = -1 shares training.global_batch_size = {total} among {dp_size} "
+                f"data-parallel processes, which does not divide. Nearest legal global sizes: {near}."
+            )
+        return Batch(total // dp_size, total, 1)
     one_pass = local * dp_size
     if total == -1:
-        return 1
+        return Batch(local, one_pass, 1)
     if total < 1 or total % one_pass:
-        below = total // one_pass * one_pass
-        near = " or ".join(str(size) for size in (below, below + one_pass) if size > 0) if total > 0 else str(one_pass)
+        near = " or ".join(str(size) for size in _around(total, one_pass))
         fits = 0 < total < one_pass and total % dp_size == 0
-        smaller = f" Or set training.local_batch_size = {total // dp_size}." if fits else ""
+        smaller = f" Or set training.local_batch_size = {total // dp_size}, or -1." if fits else ""
         raise ConfigError(
             f"training.global_batch_size = {total} is not a multiple of training.local_batch_size x data-parallel "
             f"processes = {local} x {dp_size} = {one_pass}. Nearest legal: {near}; -1 means {one_pass}.{smaller}"
         )
-    return total // one_pass
+    return Batch(local, total, total // one_pass)
+
+
+def _around(value: int, unit: int) -> list[int]:
+    """The positive multiples of ``unit`` next to ``value``."""
+    below = value // unit * unit
+    return [size for size in (below, below + unit) if size > 0] if value > 0 else [unit]
 
 
 def data_parallel_degrees(config: JobConfig, world_size: int) -> tuple[int, int]:
@@ -150,14 +183,6 @@ def _check_ranges(config: JobConfig) -> None:
         value = _value(config, key)
         if value is not None and value >= 2**63:
             raise ConfigError(f"{key} = {value}: must be less than 2**63.")
-
-
-def _check_precision(config: JobConfig) -> None:
-    if config.training.dtype == "float16":
-        raise ConfigError(
-            "training.dtype = 'float16': parameters and AdamW's second moment underflow in float16. "
-            "Set training.dtype = 'float32' and training.mixed_precision_param = 'float16' (with loss scaling)."
-        )
 
 
 def _check_data(config: JobConfig) -> None:

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from titan_moe.config.job import JobConfig
+from titan_moe.config import JobConfig, resolve_batch
 from titan_moe.data.corpus import Corpus, open_corpus
 from titan_moe.data.packing import PADDING_SAMPLE, PackedDataset
 from titan_moe.data.sources import open_source
@@ -33,27 +33,6 @@ VALIDATION_SEED = 0
 
 logger = logging.getLogger(__name__)
 _loaders: weakref.WeakSet["Loader"] = weakref.WeakSet()
-
-
-def check_batch_size(local_batch_size: int, global_batch_size: int, dp_size: int) -> tuple[int, int]:
-    """The global batch size in sequences, and the micro-steps per optimizer step.
-
-    Raises:
-        ConfigError: local size below 1, or a global size that is not -1 and not a multiple of local x dp_size.
-    """
-    if local_batch_size < 1:
-        raise ConfigError(f"training.local_batch_size = {local_batch_size} must be at least 1.")
-    unit = local_batch_size * dp_size
-    if global_batch_size == -1:
-        return unit, 1
-    if global_batch_size < 1 or global_batch_size % unit:
-        below = max(global_batch_size, 0) // unit * unit
-        legal = f"{below} or {below + unit}" if below else str(unit)
-        raise ConfigError(
-            f"training.global_batch_size = {global_batch_size} is not a multiple of training.local_batch_size "
-            f"{local_batch_size} x {dp_size} data-parallel processes = {unit}: use {legal}, or -1 for {unit}."
-        )
-    return global_batch_size, global_batch_size // unit
 
 
 class StepBatchSampler:
@@ -120,14 +99,17 @@ class Loader:
         local_batch_size: int,
         dp_rank: int,
         dp_size: int,
-        global_batch_size: int = -1,
+        global_batch_size: int | None = None,
         start_sample: int = 0,
         validation_steps: int | None = None,
         num_workers: int = 0,
     ):
         self.dataset = dataset
         self._local, self._rank, self._ranks = local_batch_size, dp_rank, dp_size
-        self._global, self.accumulation_steps = check_batch_size(local_batch_size, global_batch_size, dp_size)
+        one_pass = local_batch_size * dp_size
+        self._global = one_pass if global_batch_size is None else global_batch_size
+        self.accumulation_steps, left = divmod(self._global, one_pass)
+        assert self.accumulation_steps and not left, (self._global, one_pass)
         self._validation = (
             None
             if validation_steps is None
@@ -292,14 +274,14 @@ def build_loader(
         raise ConfigError(f"training.seq_len = {training.seq_len} must be at least 1.")
     if training.num_workers < 0:
         raise ConfigError(f"training.num_workers = {training.num_workers} must be 0 or more.")
-    check_batch_size(training.local_batch_size, training.global_batch_size, dp_size)
+    batch = resolve_batch(config, dp_size)
     corpus = _open_split(config, tokenizer, split, report=dp_rank == 0)
     if split == "train":
         dataset = PackedDataset(corpus, training.seq_len, seed, training.document_mask)
         return Loader(
             dataset,
-            local_batch_size=training.local_batch_size,
-            global_batch_size=training.global_batch_size,
+            local_batch_size=batch.local,
+            global_batch_size=batch.total,
             dp_rank=dp_rank,
             dp_size=dp_size,
             start_sample=start_sample,
@@ -311,7 +293,7 @@ def build_loader(
     dataset = PackedDataset(corpus, training.seq_len, VALIDATION_SEED, training.document_mask)
     return Loader(
         dataset,
-        local_batch_size=training.local_batch_size,
+        local_batch_size=batch.local,
         dp_rank=dp_rank,
         dp_size=dp_size,
         validation_steps=validation.steps,
