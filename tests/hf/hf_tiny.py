@@ -31,6 +31,10 @@ FAMILIES = {
     "Mixtral": {"intermediate_size": 96, "num_local_experts": 4, "num_experts_per_tok": 2},
     "Qwen3Moe": {**_EXPERTS, "head_dim": 16, "num_experts": 8, "norm_topk_prob": True},
     "DeepseekV3": {**_EXPERTS, **_SIGMOID, **_MLA, **_GROUPS, "num_key_value_heads": 4},
+    "DeepseekV2": {
+        **{**_EXPERTS, **_SIGMOID, **_MLA, **_GROUPS, "norm_topk_prob": False, "q_lora_rank": None},
+        **{"num_key_value_heads": 4, "topk_method": "group_limited_greedy", "n_shared_experts": 2},
+    },
     "GptOss": {
         "intermediate_size": 32,
         "head_dim": 16,

@@ -75,6 +75,30 @@ KIMI = DEEPSEEK | {
     "topk_group": 1,
     "vocab_size": 163840,
 }
+LITE = DEEPSEEK | {
+    "first_k_dense_replace": 1,
+    "hidden_size": 2048,
+    "intermediate_size": 10944,
+    "model_type": "deepseek_v2",
+    "moe_intermediate_size": 1408,
+    "n_group": 1,
+    "n_routed_experts": 64,
+    "n_shared_experts": 2,
+    "norm_topk_prob": False,
+    "num_attention_heads": 16,
+    "num_experts_per_tok": 6,
+    "num_hidden_layers": 27,
+    "num_key_value_heads": 16,
+    "num_nextn_predict_layers": None,
+    "q_lora_rank": None,
+    "quantization_config": None,
+    "rope_scaling": DEEPSEEK["rope_scaling"] | {"mscale": 0.707, "mscale_all_dim": 0.707},
+    "routed_scaling_factor": 1.0,
+    "scoring_func": "softmax",
+    "topk_group": 1,
+    "topk_method": "greedy",
+    "vocab_size": 102400,
+}
 QWEN = {
     "attention_bias": False,
     "decoder_sparse_step": 1,
@@ -188,6 +212,7 @@ GLM = {
 }
 HUB = {
     ("deepseek_v3", "671b"): DEEPSEEK,
+    ("deepseek_v3", "16b"): LITE,
     ("kimi_k2", "1t"): KIMI,
     ("qwen3_moe", "30b_a3b"): QWEN,
     ("mixtral", "8x7b"): MIXTRAL,

@@ -150,6 +150,7 @@ def test_tied_embeddings(tmp_path):
     [
         ("Qwen3Moe", {"norm_topk_prob": False, "mlp_only_layers": [0]}),
         ("Mixtral", {"sliding_window": 4}),
+        ("DeepseekV2", {"topk_method": "greedy", "q_lora_rank": 32}),
         ("DeepseekV3", {"q_lora_rank": None, "norm_topk_prob": False, "rope_interleave": False, "n_shared_experts": 2}),
         ("Glm4Moe", {"attention_bias": True, "use_qk_norm": False, "partial_rotary_factor": 0.25}),
         ("GptOss", {"layer_types": ["sliding_attention"] * 2, "swiglu_limit": 0.05, "swiglu_alpha": 1.0}),

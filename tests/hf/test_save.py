@@ -148,7 +148,8 @@ def test_token_ids_of_the_source_survive_and_its_quantisation_does_not(tmp_path)
 @pytest.mark.parametrize(
     "family, override, message",
     [
-        ("deepseek_v3", {"score_function": "softmax"}, "score_function = 'softmax'.*has 'sigmoid'"),
+        ("kimi_k2", {"score_function": "softmax"}, "score_function = 'softmax'.*has 'sigmoid'"),
+        ("deepseek_v3", {"score_function": "softmax", "normalize_weights": False}, "V2ForCausalLM has False"),
         ("mixtral", {"normalize_weights": False}, "normalize_weights = False"),
         ("qwen3_moe", {"activation": "geglu"}, "activation = 'geglu'"),
         ("qwen3_moe", {"shared_hidden_dim": 64}, "shared_hidden_dim = 64"),

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from titan_moe.errors import ConfigError, nearest
-from titan_moe.hf.families import TRANSLATIONS, Reader
+from titan_moe.hf.families import TRANSLATIONS, Reader, model_type
 from titan_moe.models import FAMILIES, ModelConfig
 from titan_moe.moe import MoEConfig
 
@@ -29,17 +29,17 @@ def config_from_hf(hf: dict[str, Any]) -> ModelConfig:
     Raises:
         ConfigError: for an unknown model type, a missing key, or a setting that our family cannot express.
     """
-    family = hf.get("model_type")
-    if family not in TRANSLATIONS:
-        raise ConfigError(f"config.json: model_type = {family!r} is not supported.{nearest(family, TRANSLATIONS)}")
+    kind = hf.get("model_type")
+    if kind not in TRANSLATIONS:
+        raise ConfigError(f"config.json: model_type = {kind!r} is not supported.{nearest(kind, TRANSLATIONS)}")
     _check_quantization(hf.get("quantization_config") or {})
-    translation = TRANSLATIONS[family]
+    translation = TRANSLATIONS[kind]
     of_moe = {field.name for field in fields(MoEConfig)}
     try:
-        values = translation.read(Reader(hf)) | translation.moe
+        values = translation.read(Reader(hf))
         moe = MoEConfig(**{key: value for key, value in values.items() if key in of_moe})
         rest = {key: value for key, value in values.items() if key not in of_moe or key == "dim"}
-        return type(next(iter(FAMILIES[family].flavors.values())))(**rest, moe=moe)
+        return type(next(iter(FAMILIES[translation.family].flavors.values())))(**rest, moe=moe)
     except (TypeError, AttributeError) as error:
         raise ConfigError(f"config.json: a value has the wrong type: {error}.") from error
 
@@ -56,15 +56,14 @@ def config_to_hf(config: ModelConfig, origin: dict[str, Any], mtp_layers: int, d
     Raises:
         ConfigError: when transformers' model of this family differs from the configuration.
     """
-    translation = TRANSLATIONS[config.family]
+    translation = TRANSLATIONS[model_type(config)]
     scaling = config.rope_scaling
     rope = {"rope_type": "default"} if scaling is None else scaling
     dropped = {"quantization_config", "auto_map", "torch_dtype", "num_mtp_layers", "id2label", "label2id"}
     hf = {key: value for key, value in origin.items() if key not in dropped}
     hf |= {
         "architectures": [translation.architecture],
-        # transformers has no model type of its own for Kimi-K2.
-        "model_type": "deepseek_v3" if config.family == "kimi_k2" else config.family,
+        "model_type": model_type(config),
         "dtype": str(dtype).removeprefix("torch."),
         "vocab_size": config.vocab_size,
         "hidden_size": config.dim,

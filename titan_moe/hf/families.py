@@ -13,6 +13,10 @@ from titan_moe.models import ModelConfig
 
 _MISSING = object()
 
+# What every model of a family has, though no key of config.json says so.
+_SIGMOID = {"score_function": "sigmoid", "expert_bias": True}
+_CLAMPED = {"router_bias": True, "expert_linear_bias": True, "activation": "clamped_swiglu"}
+
 
 class Reader:
     """A config.json whose keys are asked for by name, with errors that name them."""
@@ -123,10 +127,8 @@ def _write_qwen3_moe(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-def _read_sigmoid_moe(hf: Reader) -> dict[str, Any]:
-    """What DeepSeek-V3 and GLM-4.5 share."""
-    hf.require("scoring_func", "sigmoid")
-    hf.require("topk_method", "noaux_tc")
+def _read_deepseek_moe(hf: Reader) -> dict[str, Any]:
+    """What the DeepSeek models and GLM-4.5 share."""
     hf.require("moe_layer_freq", 1)
     return {
         "ffn_dim": hf.get("intermediate_size"),
@@ -141,7 +143,7 @@ def _read_sigmoid_moe(hf: Reader) -> dict[str, Any]:
     }
 
 
-def _write_sigmoid_moe(config: ModelConfig) -> dict[str, Any]:
+def _write_deepseek_moe(config: ModelConfig) -> dict[str, Any]:
     moe = config.moe
     if moe.shared_hidden_dim % moe.hidden_dim:
         raise ConfigError(
@@ -161,13 +163,13 @@ def _write_sigmoid_moe(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-def _read_deepseek_v3(hf: Reader) -> dict[str, Any]:
+def _read_deepseek(hf: Reader) -> dict[str, Any]:
     hf.require("attention_bias", False)
     theta, scaling, _ = hf.rope(1e4)
     common = {key: value for key, value in _common(hf).items() if key not in ("head_dim", "num_kv_heads")}
     return (
         common
-        | _read_sigmoid_moe(hf)
+        | _read_deepseek_moe(hf)
         | {
             "norm_eps": hf.get("rms_norm_eps", default=1e-6),
             "rope_theta": theta,
@@ -179,23 +181,47 @@ def _read_deepseek_v3(hf: Reader) -> dict[str, Any]:
     )
 
 
-def _write_deepseek_v3(config: ModelConfig) -> dict[str, Any]:
+def _read_deepseek_v3(hf: Reader) -> dict[str, Any]:
+    hf.require("scoring_func", "sigmoid")
+    hf.require("topk_method", "noaux_tc")
+    return _read_deepseek(hf) | _SIGMOID
+
+
+def _read_deepseek_v2(hf: Reader) -> dict[str, Any]:
+    hf.require("scoring_func", "softmax")
+    hf.require("topk_method", "greedy", "group_limited_greedy")
+    # transformers does not normalise, whatever this key says; the original code does.
+    hf.require("norm_topk_prob", False)
+    values = _read_deepseek(hf) | {"normalize_weights": False}
+    if hf.get("topk_method", default="greedy") == "greedy":
+        return values | {"num_groups": 1, "topk_groups": 1}
+    return values | {"group_score_k": 1, "group_mask": "zero"}
+
+
+def _write_deepseek(config: ModelConfig) -> dict[str, Any]:
     ranks = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "q_lora_rank")
-    return _write_sigmoid_moe(config) | {
+    return _write_deepseek_moe(config) | {
         **{key: getattr(config, key) for key in ranks},
-        "rope_interleave": config.rope_interleaved,
-        "scoring_func": "sigmoid",
-        "topk_method": "noaux_tc",
         "moe_layer_freq": 1,
         "attention_bias": False,
     }
+
+
+def _write_deepseek_v3(config: ModelConfig) -> dict[str, Any]:
+    own = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "rope_interleave": config.rope_interleaved}
+    return _write_deepseek(config) | own
+
+
+def _write_deepseek_v2(config: ModelConfig) -> dict[str, Any]:
+    method = "greedy" if config.moe.num_groups == 1 else "group_limited_greedy"
+    return _write_deepseek(config) | {"scoring_func": "softmax", "topk_method": method}
 
 
 def _read_glm4_moe(hf: Reader) -> dict[str, Any]:
     theta, scaling, share = hf.rope(1e4)
     return (
         _common(hf)
-        | _read_sigmoid_moe(hf)
+        | _read_deepseek_moe(hf)
         | {
             "norm_eps": hf.get("rms_norm_eps", default=1e-5),
             "rope_theta": theta,
@@ -203,12 +229,13 @@ def _read_glm4_moe(hf: Reader) -> dict[str, Any]:
             "partial_rotary_factor": 0.5 if share is None else share,
             "qk_norm": hf.get("use_qk_norm", default=False),
             "attention_bias": hf.get("attention_bias", default=False),
+            **_SIGMOID,
         }
     )
 
 
 def _write_glm4_moe(config: ModelConfig) -> dict[str, Any]:
-    return _write_sigmoid_moe(config) | {
+    return _write_deepseek_moe(config) | {
         "head_dim": config.head_dim,
         "partial_rotary_factor": config.partial_rotary_factor,
         "use_qk_norm": config.qk_norm,
@@ -244,6 +271,7 @@ def _read_gpt_oss(hf: Reader) -> dict[str, Any]:
         "num_experts": hf.get("num_local_experts", "num_experts"),
         "activation_limit": hf.get("swiglu_limit", default=7.0),
         "activation_alpha": hf.get("swiglu_alpha", default=1.702),
+        **_CLAMPED,
     }
 
 
@@ -262,23 +290,29 @@ def _write_gpt_oss(config: ModelConfig) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Translation:
-    """How one family's configuration reads and writes."""
+    """How one ``model_type`` reads and writes."""
 
+    family: str
+    """Ours."""
     architecture: str
     read: Callable[[Reader], dict[str, Any]]
     write: Callable[[ModelConfig], dict[str, Any]]
-    moe: dict[str, Any]
-    """MoE fields that every model of the family has; no key of config.json says so."""
 
 
-_SIGMOID = {"score_function": "sigmoid", "expert_bias": True}
-_CLAMPED = {"router_bias": True, "expert_linear_bias": True, "activation": "clamped_swiglu"}
-_DEEPSEEK = Translation("DeepseekV3ForCausalLM", _read_deepseek_v3, _write_deepseek_v3, _SIGMOID)
 TRANSLATIONS = {
-    "mixtral": Translation("MixtralForCausalLM", _read_mixtral, _write_mixtral, {}),
-    "qwen3_moe": Translation("Qwen3MoeForCausalLM", _read_qwen3_moe, _write_qwen3_moe, {}),
-    "deepseek_v3": _DEEPSEEK,
-    "kimi_k2": _DEEPSEEK,
-    "gpt_oss": Translation("GptOssForCausalLM", _read_gpt_oss, _write_gpt_oss, _CLAMPED),
-    "glm4_moe": Translation("Glm4MoeForCausalLM", _read_glm4_moe, _write_glm4_moe, _SIGMOID),
+    "mixtral": Translation("mixtral", "MixtralForCausalLM", _read_mixtral, _write_mixtral),
+    "qwen3_moe": Translation("qwen3_moe", "Qwen3MoeForCausalLM", _read_qwen3_moe, _write_qwen3_moe),
+    "deepseek_v2": Translation("deepseek_v3", "DeepseekV2ForCausalLM", _read_deepseek_v2, _write_deepseek_v2),
+    "deepseek_v3": Translation("deepseek_v3", "DeepseekV3ForCausalLM", _read_deepseek_v3, _write_deepseek_v3),
+    "kimi_k2": Translation("kimi_k2", "DeepseekV3ForCausalLM", _read_deepseek_v3, _write_deepseek_v3),
+    "gpt_oss": Translation("gpt_oss", "GptOssForCausalLM", _read_gpt_oss, _write_gpt_oss),
+    "glm4_moe": Translation("glm4_moe", "Glm4MoeForCausalLM", _read_glm4_moe, _write_glm4_moe),
 }
+
+
+def model_type(config: ModelConfig) -> str:
+    """The ``model_type`` under which transformers knows a model of ours."""
+    if config.family == "deepseek_v3" and config.moe.score_function == "softmax":
+        return "deepseek_v2"
+    # transformers has no model type of its own for Kimi-K2.
+    return "deepseek_v3" if config.family == "kimi_k2" else config.family
