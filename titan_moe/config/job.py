@@ -103,14 +103,36 @@ class Parallelism:
     """Replicas of the sharded model (HSDP)."""
     data_parallel_shard_degree: int = -1
     """Processes that share one copy of the parameters (FSDP2); -1: the rest."""
+    tensor_parallel_degree: int = 1
+    """Processes that share each dense matrix."""
+    context_parallel_degree: int = 1
+    """Processes that share each sequence."""
+    pipeline_parallel_degree: int = 1
+    """Processes that hold different layers."""
+    expert_parallel_degree: int = 1
+    """Processes that hold different experts; folds over tp, cp and dp."""
+    expert_tensor_parallel_degree: int = 1
+    """Processes that share each expert's matrices."""
+    enable_sequence_parallel: bool = True
+    """With tensor parallelism, keep the residual stream sharded over the sequence."""
+    context_parallel_method: Literal["allgather", "alltoall"] = "allgather"
+    """'allgather' gathers keys and values; 'alltoall' exchanges sequence shards for heads."""
+    pipeline_parallel_schedule: str = "1F1B"
+    """GPipe, 1F1B, Interleaved1F1B, LoopedBFS, InterleavedZeroBubble, ZBVZeroBubble or DualPipeV."""
+    pipeline_parallel_layout: str | None = None
+    """Layers of each stage, such as 'Et*3|(tt|)*29m|L'; by default spread evenly."""
+    pipeline_parallel_microbatch_size: int = 1
+    """Sequences per micro-batch of the pipeline."""
+    virtual_pipeline_degree: int = 1
+    """Pipeline stages per process."""
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
-    """Free gathered parameters after the forward pass; 'default' means always."""
+    """Free gathered parameters after the forward pass; 'default': always, except under pipeline parallelism."""
 
 
 @dataclass
 class Moe:
-    dispatcher: Literal["local"] = "local"
-    """How tokens reach their experts."""
+    dispatcher: Literal["local", "allgather", "alltoall", "deepep", "hybridep"] | None = None
+    """How tokens reach their experts; by default local, or alltoall with expert parallelism."""
     experts: Literal["grouped", "sequential"] = "grouped"
     """'grouped': all experts in one grouped product; 'sequential': a loop, the slow oracle."""
     force_balance: bool = False

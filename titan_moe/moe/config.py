@@ -88,7 +88,7 @@ class MoEConfig:
 
     experts: Literal["grouped", "sequential"] = "grouped"
     """'grouped': one grouped product; 'sequential': a loop over experts, the slow oracle."""
-    dispatcher: Literal["local"] = "local"
+    dispatcher: Literal["local", "allgather", "alltoall", "deepep", "hybridep"] = "local"
     """How tokens reach their experts."""
 
     @property

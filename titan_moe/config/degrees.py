@@ -1,0 +1,125 @@
+"""How many processes each axis has: the two factorizations of one world (report section 3.3).
+
+Dense layers and experts live on two meshes over the same ranks, so their products must agree:
+``dp_replicate * dp_shard * cp * tp = edp_replicate * edp_shard * ep * etp = world / pp``.
+"""
+
+from dataclasses import dataclass
+from math import gcd, prod
+
+from titan_moe.config.job import Parallelism
+from titan_moe.errors import ConfigError
+
+
+def divisors(n: int) -> list[int]:
+    """The divisors of ``n``, ascending."""
+    return [d for d in range(1, n + 1) if n % d == 0]
+
+
+def nearest_divisors(value: int, n: int) -> str:
+    """The divisors of ``n`` on both sides of ``value``, as text for an error."""
+    below = [d for d in divisors(n) if d <= value][-2:]
+    above = [d for d in divisors(n) if d > value][:2]
+    return ", ".join(map(str, below + above))
+
+
+@dataclass(frozen=True)
+class Degrees:
+    """Sizes of all axes; every one is at least 1."""
+
+    pp: int = 1
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    cp: int = 1
+    tp: int = 1
+    edp_replicate: int = 1
+    edp_shard: int = 1
+    ep: int = 1
+    etp: int = 1
+
+    @property
+    def dense(self) -> dict[str, int]:
+        """Axis sizes of the dense mesh, slowest first."""
+        return {name: getattr(self, name) for name in ("pp", "dp_replicate", "dp_shard", "cp", "tp")}
+
+    @property
+    def expert(self) -> dict[str, int]:
+        """Axis sizes of the expert mesh, slowest first."""
+        return {name: getattr(self, name) for name in ("pp", "edp_replicate", "edp_shard", "ep", "etp")}
+
+    @property
+    def world(self) -> int:
+        """Processes in all."""
+        return prod(self.dense.values())
+
+    def coordinates(self, rank: int) -> tuple[dict[str, int], dict[str, int]]:
+        """Where ``rank`` sits on the dense and on the expert mesh."""
+        views = []
+        for sizes in (self.dense, self.expert):
+            left, place = rank, {}
+            for name in reversed(sizes):
+                left, place[name] = divmod(left, sizes[name])
+            views.append({name: place[name] for name in sizes})
+        return views[0], views[1]
+
+
+def _product(sizes: dict[str, int]) -> str:
+    return " x ".join(f"{name} {size}" for name, size in sizes.items()) + f" = {prod(sizes.values())}"
+
+
+def resolve_degrees(config: Parallelism, world_size: int) -> Degrees:
+    """All axis sizes for ``world_size`` processes; ``data_parallel_shard_degree = -1`` takes the rest.
+
+    Raises:
+        ConfigError: the products do not fit; the text has both factorizations and the nearest legal values.
+    """
+    given = {
+        "pipeline_parallel_degree": config.pipeline_parallel_degree,
+        "data_parallel_replicate_degree": config.data_parallel_replicate_degree,
+        "context_parallel_degree": config.context_parallel_degree,
+        "tensor_parallel_degree": config.tensor_parallel_degree,
+        "expert_parallel_degree": config.expert_parallel_degree,
+        "expert_tensor_parallel_degree": config.expert_tensor_parallel_degree,
+    }
+    for name, value in given.items():
+        if value < 1:
+            raise ConfigError(f"parallelism.{name} = {value}: must be at least 1.")
+    pp, dpr, cp, tp, ep, etp = given.values()
+    dps = config.data_parallel_shard_degree
+    if dps < 1 and dps != -1:
+        raise ConfigError(f"parallelism.data_parallel_shard_degree = {dps}: must be at least 1, or -1 for the rest.")
+
+    if world_size % pp:
+        raise ConfigError(
+            f"parallelism.pipeline_parallel_degree = {pp} does not divide the {world_size} processes. "
+            f"Nearest legal values: {nearest_divisors(pp, world_size)}."
+        )
+    stage = world_size // pp
+    fixed = dpr * cp * tp
+    if dps == -1:
+        if stage % fixed:
+            raise ConfigError(
+                f"dense layout dp_replicate {dpr} x cp {cp} x tp {tp} = {fixed} does not divide the {stage} "
+                f"processes of a pipeline stage ({world_size} / pp {pp}). Legal tp here: "
+                f"{', '.join(str(d) for d in divisors(stage) if stage % (dpr * cp * d) == 0) or 'none'}; legal cp: "
+                f"{', '.join(str(d) for d in divisors(stage) if stage % (dpr * tp * d) == 0) or 'none'}."
+            )
+        dps = stage // fixed
+    dense = {"pp": pp, "dp_replicate": dpr, "dp_shard": dps, "cp": cp, "tp": tp}
+    if prod(dense.values()) != world_size:
+        fitting = f"data_parallel_shard_degree = {stage // fixed}, or -1" if stage % fixed == 0 else "-1 after mending the others"
+        raise ConfigError(
+            f"dense layout {_product(dense)}, but there are {world_size} processes. "
+            f"Set NGPU = {prod(dense.values())}, or {fitting}."
+        )
+    if stage % (ep * etp):
+        legal = [d for d in divisors(stage) if stage % (d * etp) == 0]
+        raise ConfigError(
+            f"expert layout ep {ep} x etp {etp} = {ep * etp} does not divide the {stage} processes of a pipeline "
+            f"stage; dense layout: {_product(dense)}. Legal expert_parallel_degree with etp {etp}: "
+            f"{', '.join(map(str, legal)) or 'none'}."
+        )
+    edp = stage // (ep * etp)
+    # The same outermost blocks of ranks replicate both kinds of parameters, as far as the expert mesh allows.
+    edpr = gcd(dpr, edp)
+    return Degrees(pp, dpr, dps, cp, tp, edpr, edp // edpr, ep, etp)

@@ -1,0 +1,102 @@
+"""The flexible pipeline layout (report section 7.5): which layers each pipeline stage holds, as a string.
+
+``E`` embedding, ``t`` decoder layer, ``m`` MTP layer, ``L`` head and loss; ``|`` ends a stage; ``x*n`` repeats a
+letter and ``(...)*n`` a group. Stage ``s`` of ``pp * vpp`` runs on pipeline rank ``s % pp`` as its chunk
+``s // pp``.
+"""
+
+import re
+from dataclasses import dataclass
+
+from titan_moe.errors import ConfigError
+
+_TOKEN = re.compile(r"\s*(?:(?P<letter>[EtmL|])|(?P<open>\()|(?P<close>\))|\*(?P<count>\d+))")
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One pipeline stage: global indices of its decoder and MTP layers, and the ends of the model."""
+
+    embedding: bool
+    layers: tuple[int, ...]
+    mtp: tuple[int, ...]
+    head: bool
+
+
+def expand(text: str) -> str:
+    """The layout without ``*`` and parentheses, such as ``"Ett|tt|L"``.
+
+    Raises:
+        ConfigError: a character that is no layout letter, or parentheses or counts that do not fit.
+    """
+    stack: list[list[str]] = [[]]
+    at = 0
+    text = text.rstrip()
+    while at < len(text):
+        match = _TOKEN.match(text, at)
+        if match is None:
+            raise ConfigError(
+                f"pipeline layout {text!r}: cannot read {text[at:].strip()[:1]!r} at position {at}. "
+                "Letters are E, t, m, L and |; repeat with *n."
+            )
+        if match["letter"]:
+            stack[-1].append(match["letter"])
+        elif match["open"]:
+            stack.append([])
+        elif match["close"]:
+            if len(stack) == 1:
+                raise ConfigError(f"pipeline layout {text!r}: ')' at position {at} closes nothing.")
+            group = "".join(stack.pop())
+            stack[-1].append(group)
+        else:
+            if not stack[-1]:
+                raise ConfigError(f"pipeline layout {text!r}: '*' at position {at} repeats nothing.")
+            stack[-1][-1] *= int(match["count"])
+        at = match.end()
+    if len(stack) > 1:
+        raise ConfigError(f"pipeline layout {text!r}: a '(' is not closed.")
+    return "".join(stack[0])
+
+
+def parse_layout(text: str, *, num_layers: int, mtp_depth: int, pp: int, vpp: int) -> list[Stage]:
+    """The stages of ``text``, in order.
+
+    Raises:
+        ConfigError: the string does not hold the model's layers in order, or not ``pp * vpp`` stages.
+    """
+    flat = expand(text)
+    parts = flat.split("|")
+    if len(parts) != pp * vpp:
+        raise ConfigError(
+            f"pipeline layout {text!r} has {len(parts)} stages; pipeline_parallel_degree {pp} x "
+            f"virtual_pipeline_degree {vpp} needs {pp * vpp}. Move, add or drop a '|'."
+        )
+    letters = flat.replace("|", "")
+    wanted = "E" + "t" * num_layers + "m" * mtp_depth + "L"
+    for letter, name in (("E", "embedding"), ("t", "decoder layers"), ("m", "MTP layers"), ("L", "head")):
+        if letters.count(letter) != wanted.count(letter):
+            raise ConfigError(
+                f"pipeline layout {text!r} has {letters.count(letter)} {letter!r} ({name}); "
+                f"the model has {wanted.count(letter)}."
+            )
+    if letters != wanted:
+        raise ConfigError(f"pipeline layout {text!r}: the order must be E, all t, all m, L.")
+    stages, layer, mtp = [], 0, 0
+    for part in parts:
+        t, m = part.count("t"), part.count("m")
+        stages.append(Stage("E" in part, tuple(range(layer, layer + t)), tuple(range(mtp, mtp + m)), "L" in part))
+        layer, mtp = layer + t, mtp + m
+    return stages
+
+
+def default_layout(*, num_layers: int, mtp_depth: int, pp: int, vpp: int) -> str:
+    """Decoder layers spread evenly, the earlier stages taking the remainder; the head counts as one layer."""
+    stages = pp * vpp
+    units = num_layers + mtp_depth + 1
+    sizes = [units // stages + (s < units % stages) for s in range(stages)]
+    body = "t" * num_layers + "m" * mtp_depth + "L"
+    parts, at = [], 0
+    for size in sizes:
+        parts.append(body[at : at + size])
+        at += size
+    return "E" + "|".join(parts)
