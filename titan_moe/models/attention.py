@@ -3,12 +3,14 @@
 Shapes: B sequences, S positions, H query heads, K dims of a query or key head, V dims of a value head, D model dim.
 """
 
+from collections.abc import Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.bias import causal_lower_right
 
 from titan_moe.models.norm import RMSNorm
 from titan_moe.models.rope import rotate, yarn_mscale
@@ -44,8 +46,9 @@ def attention_mask(
     *,
     device: torch.device,
     dtype: torch.dtype,
+    queries_Q: Tensor | None = None,
 ) -> Tensor | None:
-    """Additive mask ``[B or 1, 1, S, S]`` (0 or -inf); None where the kernel's own causal mask is enough.
+    """Additive mask ``[B or 1, 1, Q or S, S]`` (0 or -inf); None where the kernel's own causal mask is enough.
 
     Additive in the compute dtype, since kernels convert a boolean one in every layer, and keep the result.
 
@@ -54,18 +57,20 @@ def attention_mask(
         document_ids_BS: positions see only those with an equal id.
         window: positions see at most this many, themselves included; None: all earlier ones.
         sink: put the column of the attention sink, seen by all, in front.
+        queries_Q: positions of the queries where they are not all S in order.
     """
     plain = document_ids_BS is None and not sink and (window is None or window >= seq_len)
-    if plain and _pieces(seq_len, device) == 1:
+    if plain and (_pieces(seq_len, device) == 1 if queries_Q is None else device.type != "cpu"):
         return None
     position = torch.arange(seq_len, device=device)
-    distance = position[:, None] - position
+    distance = (position if queries_Q is None else queries_Q)[:, None] - position
     seen = distance >= 0
     if window is not None:
         seen = seen & (distance < window)
     seen = seen[None, None]
     if document_ids_BS is not None:
-        seen = seen & (document_ids_BS[:, None, :, None] == document_ids_BS[:, None, None, :])
+        of_query = document_ids_BS if queries_Q is None else document_ids_BS[:, queries_Q]
+        seen = seen & (of_query[:, None, :, None] == document_ids_BS[:, None, None, :])
     mask = torch.zeros(seen.shape, device=device, dtype=dtype).masked_fill_(~seen, float("-inf"))
     return F.pad(mask, (1, 0)) if sink else mask
 
@@ -77,12 +82,25 @@ def _pieces(seq_len: int, device: torch.device) -> int:
 
 
 def attend(
-    q_BSHK: Tensor, k_BSGK: Tensor, v_BSGV: Tensor, mask: Tensor | None, scale: float, sinks_H: Tensor | None = None
+    q_BSHK: Tensor,
+    k_BSGK: Tensor,
+    v_BSGV: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    sinks_H: Tensor | None = None,
+    runs: Sequence[tuple[int, int]] | None = None,
 ) -> Tensor:
     """Softmax attention, ``[B, S, H * V]``; G key-value heads, each shared by H / G query heads.
 
     A sink is a logit without a value in each row's softmax (GPT-OSS). It enters as one more key, in front: 8 extra
     dims are 0 in every key but that one, whose first is 1; there the query holds sink / scale.
+
+    Args:
+        mask: see ``attention_mask``; None: causal.
+        scale: factor on the logits.
+        sinks_H: sink logits.
+        runs: (position of the first, number) of each run of consecutive queries, where those are not at the
+            positions of the keys.
     """
     B, S, H, K = q_BSHK.shape
     G, V = v_BSGV.shape[2:]
@@ -104,22 +122,51 @@ def attend(
     q_BHSK, k_BGSK, v_BGSV = q_BSHK.transpose(1, 2), k_BSGK.transpose(1, 2), v_BSGV.transpose(1, 2)
     if mask is not None:
         mask = mask.to(q_BHSK.dtype)
-    outs = []
-    pieces = 1 if mask is None else _pieces(S, q_BHSK.device)
-    for start, end in pairwise(S * i // pieces for i in range(pieces + 1)):
-        keys = first + end
-        out_BHsV = F.scaled_dot_product_attention(
-            q_BHSK[:, :, start:end],
-            k_BGSK[:, :, :keys],
-            v_BGSV[:, :, :keys],
-            attn_mask=None if mask is None else mask[:, :, start:end, :keys],
-            is_causal=mask is None,
-            scale=scale,
-            enable_gqa=k_BGSK.shape[1] != H,
-        )
-        outs.append(out_BHsV.transpose(1, 2)[..., :V])
-    out_BSHV = outs[0] if pieces == 1 else torch.cat(outs, dim=1)
+    outs, offset = [], 0
+    for position, length in runs or [(0, S)]:
+        pieces = 1 if mask is None else _pieces(length, q_BHSK.device)
+        for start, end in pairwise(length * i // pieces for i in range(pieces + 1)):
+            keys = first + position + end
+            if mask is not None:
+                piece_mask = mask[:, :, offset + start : offset + end, :keys]
+            else:
+                piece_mask = causal_lower_right(end - start, keys) if keys > end - start else None
+            out_BHsV = F.scaled_dot_product_attention(
+                q_BHSK[:, :, offset + start : offset + end],
+                k_BGSK[:, :, :keys],
+                v_BGSV[:, :, :keys],
+                attn_mask=piece_mask,
+                is_causal=piece_mask is None,
+                scale=scale,
+                enable_gqa=k_BGSK.shape[1] != H,
+            )
+            outs.append(out_BHsV.transpose(1, 2)[..., :V])
+        offset += length
+    out_BSHV = outs[0] if len(outs) == 1 else torch.cat(outs, dim=1)
     return out_BSHV.flatten(2)
+
+
+class ContextAttention(Protocol):
+    """Attention of ranks that each hold a part of every sequence, called like ``attend`` with that part.
+
+    ``mask`` is that of the queries at ``queries(positions)``.
+    """
+
+    size: int
+    """Ranks that share a sequence."""
+
+    def queries(self, positions_S: Tensor) -> Tensor | None:
+        """Positions of the queries that this rank attends for, given its own; None: the whole sequence."""
+
+    def __call__(
+        self,
+        q_BSHK: Tensor,
+        k_BSGK: Tensor,
+        v_BSGV: Tensor,
+        mask: Tensor | None,
+        scale: float,
+        sinks_H: Tensor | None = None,
+    ) -> Tensor: ...
 
 
 class Attention(nn.Module):
@@ -132,7 +179,12 @@ class Attention(nn.Module):
         qk_norm: RMSNorm over each head of queries and keys.
         window: sliding window; None: the whole past.
         sinks: one learned sink logit per head.
+
+    Attributes:
+        context_parallel: what stands in for ``attend`` where ranks share a sequence; see ``ContextAttention``.
     """
+
+    context_parallel: "ContextAttention | None" = None
 
     def __init__(
         self,
@@ -162,7 +214,8 @@ class Attention(nn.Module):
         if self.q_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = rotate(q, context.cos, context.sin), rotate(k, context.cos, context.sin)
-        return self.o_proj(attend(q, k, v, context.masks[self.window], self.head_dim**-0.5, self.sinks))
+        softmax = self.context_parallel or attend
+        return self.o_proj(softmax(q, k, v, context.masks[self.window], self.head_dim**-0.5, self.sinks))
 
 
 class LatentAttention(nn.Module):
@@ -170,6 +223,7 @@ class LatentAttention(nn.Module):
 
     window = None
     sinks = None
+    context_parallel: "ContextAttention | None" = None
 
     def __init__(self, config: "DeepseekV3Config") -> None:
         super().__init__()
@@ -204,4 +258,4 @@ class LatentAttention(nn.Module):
         kv = self.kv_b_proj(self.kv_a_layernorm(latent)).unflatten(-1, (-1, self.nope_dim + self.v_dim))
         k_nope, v = kv.split((self.nope_dim, self.v_dim), dim=-1)
         k = torch.cat((k_nope, k_rope.expand(-1, -1, k_nope.shape[2], -1)), dim=-1)
-        return self.o_proj(attend(q, k, v, context.masks[None], self.scale))
+        return self.o_proj((self.context_parallel or attend)(q, k, v, context.masks[None], self.scale))

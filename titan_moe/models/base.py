@@ -162,23 +162,35 @@ class Decoder(nn.Module):
         """The attention of layer ``layer``; MTP layers count on from ``num_layers``."""
         raise AssertionError("a family defines its attention")
 
-    def forward(self, input_ids_BS: Tensor, document_ids: Tensor | None = None, valid: Tensor | None = None):
+    def forward(
+        self,
+        input_ids_BS: Tensor,
+        document_ids: Tensor | None = None,
+        valid: Tensor | None = None,
+        positions: Tensor | None = None,
+        mtp_input_ids: Tensor | None = None,
+    ):
         """Logits of the next token.
 
         Args:
             input_ids_BS: int64 tokens.
             document_ids: ``[B, S]``; positions attend only to earlier ones with an equal id. None: one document.
             valid: ``[B, S]`` bool; padding (False) is left out of losses, counts and capacity of the MoE layers.
+            positions: ``[S]`` int64, where these tokens stand in the sequence that ranks share under context
+                parallelism; ``document_ids`` are then those of the whole sequence. None: from 0 on.
+            mtp_input_ids: ``[B, D, S]``, the token d after each, -1 where its document has none: needed where other
+                ranks hold some of them. None: taken from ``input_ids_BS``.
 
         Returns:
             ``logits [B, S, V]``; in training with ``mtp_depth`` D > 0 the tuple ``(logits, mtp_1, ..., mtp_D)``,
             where ``mtp_d[:, t]`` predicts token t + 1 + d.
 
         Raises:
-            ConfigError: when S exceeds ``config.max_seq_len``.
+            ConfigError: when the sequence exceeds ``config.max_seq_len``, or positions and context parallelism do
+                not come together.
         """
         hidden_BSD = input_ids_BS if self.embed_tokens is None else self.embed_tokens(input_ids_BS)
-        context = self.context(hidden_BSD, document_ids, valid)
+        context = self.context(hidden_BSD, document_ids, valid, positions)
         for layer in self.layers.values():
             hidden_BSD = layer(hidden_BSD, context)
         if self.norm is None:
@@ -189,7 +201,11 @@ class Decoder(nn.Module):
             return logits_BSV
         outputs = [logits_BSV]
         for depth, block in enumerate(self.mtp.values(), start=1):
-            ids_BS, inside_BS = shift_within_document(input_ids_BS, depth, document_ids)
+            if mtp_input_ids is None:
+                ids_BS, inside_BS = shift_within_document(input_ids_BS, depth, document_ids)
+            else:
+                inside_BS = mtp_input_ids[:, depth - 1] >= 0
+                ids_BS = mtp_input_ids[:, depth - 1].clamp(min=0)
             embedded_BSD = (block.embed_tokens or self.embed_tokens)(ids_BS)
             # Positions without a token to look at have no label either, so they are padding to the MoE layer.
             of_depth = inside_BS if valid is None else inside_BS & valid
@@ -198,9 +214,23 @@ class Decoder(nn.Module):
             outputs.append(self.logits(hidden_BSD) if block.lm_head is None else block.lm_head(hidden_BSD))
         return tuple(outputs)
 
-    def context(self, hidden_BSD: Tensor, document_ids: Tensor | None, valid: Tensor | None) -> ForwardContext:
+    def context(
+        self,
+        hidden_BSD: Tensor,
+        document_ids: Tensor | None,
+        valid: Tensor | None,
+        positions: Tensor | None = None,
+    ) -> ForwardContext:
         """Rotary tables and masks for one forward pass."""
-        seq_len = hidden_BSD.shape[1]
+        blocks = [*self.layers.values(), *(block.layer for block in self.mtp.values())]
+        attentions = {block.self_attn.window: block.self_attn for block in blocks}
+        parallel = next((attention.context_parallel for attention in attentions.values()), None)
+        if attentions and (parallel is None) != (positions is None):
+            raise ConfigError(
+                "positions belong to context parallelism: give them, and the tokens, as shard_sequence makes them "
+                "where context_parallel_degree is above 1, and leave them out elsewhere."
+            )
+        seq_len = hidden_BSD.shape[1] * (1 if parallel is None else parallel.size)
         if seq_len > self.config.max_seq_len:
             raise ConfigError(
                 f"seq_len = {seq_len} is more than the model's max_seq_len = {self.config.max_seq_len}. "
@@ -208,12 +238,20 @@ class Decoder(nn.Module):
             )
         device, dtype = hidden_BSD.device, hidden_BSD.dtype
         at_least_fp32 = torch.promote_types(dtype, torch.float32)
-        cos, sin = self.config.rotary().tables(seq_len, device=device, dtype=at_least_fp32)
-        blocks = [*self.layers.values(), *(block.layer for block in self.mtp.values())]
-        kinds = {block.self_attn.window: block.self_attn.sinks is not None for block in blocks}
+        places = torch.arange(seq_len, device=device) if positions is None else positions
+        cos, sin = self.config.rotary().tables(places, dtype=at_least_fp32)
+        queries = None if parallel is None else parallel.queries(positions)
         masks = {
-            window: attention_mask(seq_len, document_ids, window, sink, device=device, dtype=dtype)
-            for window, sink in kinds.items()
+            window: attention_mask(
+                seq_len,
+                document_ids,
+                window,
+                attention.sinks is not None,
+                device=device,
+                dtype=dtype,
+                queries_Q=queries,
+            )
+            for window, attention in attentions.items()
         }
         return ForwardContext(cos, sin, valid, masks)
 

@@ -61,6 +61,7 @@ def token_losses(
     labels_BS: Tensor,
     document_ids: Tensor | None = None,
     mtp_weight: float = 0.3,
+    mtp_labels: Tensor | None = None,
 ) -> Losses:
     """The losses of a model's output.
 
@@ -70,6 +71,8 @@ def token_losses(
         document_ids: ``[B, S]``; the label of MTP depth d at t is ``labels[t + d]`` if that position is in t's
             document. None: one document per sequence.
         mtp_weight: weight of the mean over MTP depths.
+        mtp_labels: ``[B, D, S]``, the label of each depth, where other ranks hold some of ``labels_BS``. None: taken
+            from there.
     """
     main_logits, *mtp_logits = outputs if isinstance(outputs, tuple) else (outputs,)
     main_sum = cross_entropy_sum(main_logits, labels_BS)
@@ -77,6 +80,9 @@ def token_losses(
         return Losses(main_sum, torch.zeros_like(main_sum), main_sum)
     mtp_sum = torch.zeros_like(main_sum)
     for depth, logits in enumerate(mtp_logits, start=1):
-        labels_of_depth, _ = shift_within_document(labels_BS, depth, document_ids, fill=IGNORE)
+        if mtp_labels is None:
+            labels_of_depth, _ = shift_within_document(labels_BS, depth, document_ids, fill=IGNORE)
+        else:
+            labels_of_depth = mtp_labels[:, depth - 1]
         mtp_sum = mtp_sum + cross_entropy_sum(logits, labels_of_depth)
     return Losses(main_sum, mtp_sum, main_sum + mtp_weight / len(mtp_logits) * mtp_sum)

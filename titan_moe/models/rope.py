@@ -107,10 +107,10 @@ class Rotary:
     start: int = 0
     interleaved: bool = False
 
-    def tables(self, seq_len: int, *, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def tables(self, positions_S: Tensor, *, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """cos ``[S, 1, head_dim]``, 1 where dims pass through, and sin ``[S, 1, dim / 2]``, in ``dtype``."""
-        freq = inverse_frequencies(self.dim, self.theta, self.scaling, device=device, dtype=dtype)
-        angle = torch.arange(seq_len, device=device, dtype=dtype)[:, None] * freq
+        freq = inverse_frequencies(self.dim, self.theta, self.scaling, device=positions_S.device, dtype=dtype)
+        angle = positions_S.to(dtype)[:, None] * freq
         factor = attention_factor(self.scaling)
         cos, sin = angle.cos() * factor, angle.sin() * factor
         cos = cos.repeat_interleave(2, dim=-1) if self.interleaved else torch.cat((cos, cos), dim=-1)

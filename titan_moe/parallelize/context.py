@@ -1,0 +1,206 @@
+"""Context parallelism: ranks that share every sequence, exactly (report section 3.2).
+
+The sequence is cut into 2·cp chunks and rank r holds chunks r and 2·cp - 1 - r: under a causal mask every rank then
+has the same work. All but attention sees local tokens only. For attention, ``allgather`` brings every rank all keys
+and values, and ``alltoall`` all tokens of a share of the heads (arXiv 2309.14509).
+
+Losses and gradients are sums over tokens, so that those of the cp ranks add up like those of data parallel ranks.
+"""
+
+from math import lcm
+from typing import Literal, get_args
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from titan_moe.errors import ConfigError, nearest
+from titan_moe.models.attention import attend
+from titan_moe.models.base import shift_within_document
+from titan_moe.models.loss import IGNORE
+
+Method = Literal["allgather", "alltoall"]
+METHODS: tuple[str, ...] = get_args(Method)
+
+
+def check_context(
+    seq_len: int, cp: int, *, method: str = "allgather", num_heads: int | None = None, tp: int = 1
+) -> None:
+    """Refuses what context parallelism cannot run; needs no process group.
+
+    Args:
+        seq_len: tokens of a sequence.
+        cp: ranks that share it.
+        method: ``allgather`` or ``alltoall``.
+        num_heads: query heads of the model, for ``alltoall``.
+        tp: tensor-parallel ranks that share the heads.
+
+    Raises:
+        ConfigError: with the nearest legal values.
+    """
+    if method not in METHODS:
+        raise ConfigError(f"parallelism.context_parallel_method = {method!r}: unknown.{nearest(method, METHODS)}")
+    if cp == 1:
+        return
+    chunks = 2 * cp
+    if seq_len % chunks:
+        near = [length for length in (seq_len // chunks * chunks, -(-seq_len // chunks) * chunks) if length]
+        raise ConfigError(
+            f"training.seq_len = {seq_len} is not a multiple of 2 x context_parallel_degree = {chunks}, the chunks "
+            f"that it is cut into. Nearest legal: {' or '.join(map(str, near))}."
+        )
+    if method == "alltoall" and num_heads is not None and num_heads % (cp * tp):
+        legal = [degree for degree in range(1, num_heads + 1) if num_heads % (degree * tp) == 0]
+        near = sorted(legal, key=lambda degree: abs(degree - cp))[:2]
+        raise ConfigError(
+            f"context_parallel_method 'alltoall' shares {num_heads} heads among context_parallel_degree {cp} x "
+            f"tensor_parallel_degree {tp} = {cp * tp} ranks, which does not divide. Nearest legal "
+            f"context_parallel_degree: {' or '.join(map(str, sorted(near))) or 'none'}; 'allgather' takes any."
+        )
+
+
+def local_positions(seq_len: int, cp_rank: int, cp_size: int, device: torch.device | None = None) -> Tensor:
+    """Where the tokens of a rank stand in the sequence, int64 ``[seq_len / cp_size]``."""
+    check_context(seq_len, cp_size)
+    chunks = torch.arange(seq_len, device=device).view(2 * cp_size, -1)
+    return torch.cat((chunks[cp_rank], chunks[2 * cp_size - 1 - cp_rank]))
+
+
+def shard_sequence(batch: dict[str, Tensor], cp_rank: int, cp_size: int, *, mtp_depth: int = 0) -> dict[str, Tensor]:
+    """A rank's part of a batch of whole sequences.
+
+    Every tensor ``[B, S, ...]`` is cut along S but ``document_ids``, which attention needs whole. Added are
+    ``positions``, and with MTP ``mtp_input_ids`` and ``mtp_labels`` ``[B, depth, S_local]``: the tokens and labels
+    that lie d positions on, where another rank may hold them; -1 and -100 past the end of a document.
+
+    Args:
+        batch: ``input_ids`` and whatever else goes with it.
+        cp_rank: this rank among those that share the sequence.
+        cp_size: their number; with 1 the batch is returned as it is.
+        mtp_depth: multi-token-prediction depths of the model.
+
+    Raises:
+        ConfigError: S is not a multiple of ``2 * cp_size``.
+    """
+    if cp_size == 1:
+        return batch
+    ids_BS, documents_BS = batch["input_ids"], batch.get("document_ids")
+    positions = local_positions(ids_BS.shape[1], cp_rank, cp_size, ids_BS.device)
+    local = {name: x if name == "document_ids" else x[:, positions] for name, x in batch.items()}
+    local["positions"] = positions
+    for name, fill, target in (("input_ids", -1, "mtp_input_ids"), ("labels", IGNORE, "mtp_labels")):
+        if mtp_depth and name in batch:
+            ahead = [
+                shift_within_document(batch[name], depth, documents_BS, fill)[0] for depth in range(1, mtp_depth + 1)
+            ]
+            local[target] = torch.stack([x_BS[:, positions] for x_BS in ahead], dim=1)
+    return local
+
+
+class _Gather(torch.autograd.Function):
+    """``[...] -> [cp, ...]``, the tensors of all ranks; the gradient of each is summed over them."""
+
+    @staticmethod
+    def forward(ctx, local: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        whole = local.new_empty((group.size(), *local.shape))
+        dist.all_gather_into_tensor(whole.flatten(0, 1), local.contiguous(), group=group)
+        return whole
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+        local = grad.new_empty(grad.shape[1:])
+        dist.reduce_scatter_tensor(local, grad.contiguous().flatten(0, 1), group=ctx.group)
+        return local, None
+
+
+class _Exchange(torch.autograd.Function):
+    """``[cp, ...] -> [cp, ...]``: row j goes to rank j, and row i came from rank i. Its own gradient."""
+
+    @staticmethod
+    def forward(ctx, rows: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        rows = rows.contiguous()
+        received = torch.empty_like(rows)
+        dist.all_to_all_single(received, rows, group=group)
+        return received
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+        return _Exchange.forward(ctx, grad, ctx.group), None
+
+
+def _whole(parts_RBSX: Tensor) -> Tensor:
+    """The sequence ``[B, R * S, X]`` whose parts are those of R ranks."""
+    low, high = parts_RBSX.unflatten(2, (2, -1)).unbind(2)
+    return torch.cat((low, high.flip(0))).movedim(0, 1).flatten(1, 2)
+
+
+def _parts(whole_BSX: Tensor, size: int) -> Tensor:
+    """The inverse of ``_whole``."""
+    low, high = whole_BSX.unflatten(1, (2 * size, -1)).movedim(1, 0).chunk(2)
+    return torch.stack((low, high.flip(0)), dim=2).flatten(2, 3)
+
+
+class ContextParallel:
+    """Stands in for ``attend`` where the ranks of ``group`` share every sequence, cut by ``shard_sequence``.
+
+    Exact for causal attention with documents, windows and sinks, grouped-query or latent.
+
+    Args:
+        group: the ranks of the cp axis, in its order.
+        method: ``allgather``: all keys and values on every rank; gradients by reduce-scatter. ``alltoall``: all
+            tokens of 1 / cp of the heads; key-value heads that do not divide are repeated.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, method: Method = "allgather") -> None:
+        assert method in METHODS, method
+        self.group, self.method = group, method
+        self.rank, self.size = group.rank(), group.size()
+
+    def queries(self, positions_S: Tensor) -> Tensor | None:
+        """Positions of the queries that this rank attends for; None: all."""
+        return positions_S if self.method == "allgather" else None
+
+    def __call__(
+        self,
+        q_BSHK: Tensor,
+        k_BSGK: Tensor,
+        v_BSGV: Tensor,
+        mask: Tensor | None,
+        scale: float,
+        sinks_H: Tensor | None = None,
+    ) -> Tensor:
+        """``attend`` for this rank's tokens, ``[B, S, H * V]``."""
+        run = self._gathered if self.method == "allgather" else self._exchanged
+        return run(q_BSHK, k_BSGK, v_BSGV, mask, scale, sinks_H)
+
+    def _gathered(self, q_BSHK, k_BSGK, v_BSGV, mask, scale, sinks_H) -> Tensor:
+        S, (G, K), V = k_BSGK.shape[1], k_BSGK.shape[2:], v_BSGV.shape[3]
+        kv = _whole(_Gather.apply(torch.cat((k_BSGK, v_BSGV), dim=-1).flatten(2), self.group))
+        k, v = kv.unflatten(2, (G, K + V)).split((K, V), dim=-1)
+        chunk = S // 2
+        runs = [(self.rank * chunk, chunk), ((2 * self.size - 1 - self.rank) * chunk, chunk)]
+        return attend(q_BSHK, k, v, mask, scale, sinks_H, runs)
+
+    def _exchanged(self, q_BSHK, k_BSGK, v_BSGV, mask, scale, sinks_H) -> Tensor:
+        n = self.size
+        H, G = q_BSHK.shape[2], k_BSGK.shape[2]
+        if H % n:
+            raise ConfigError(
+                f"context_parallel_method 'alltoall': {H} heads on each rank do not divide by "
+                f"context_parallel_degree {n}. Use 'allgather', or a degree that divides."
+            )
+        # Each rank's share of the query heads comes with the key-value heads that it uses.
+        repeats = lcm(G, n) // G
+        k_BSGK, v_BSGV = (x.repeat_interleave(repeats, dim=2) if repeats > 1 else x for x in (k_BSGK, v_BSGV))
+        heads = [x.unflatten(2, (n, -1)) for x in (q_BSHK, k_BSGK, v_BSGV)]
+        widths = [x.shape[3] * x.shape[4] for x in heads]
+        rows = torch.cat([x.flatten(3) for x in heads], dim=-1).movedim(2, 0)
+        whole = _whole(_Exchange.apply(rows, self.group))
+        q, k, v = (part.unflatten(2, x.shape[3:]) for part, x in zip(whole.split(widths, dim=-1), heads, strict=True))
+        sinks = None if sinks_H is None else sinks_H.chunk(n)[self.rank]
+        out = _Exchange.apply(_parts(attend(q, k, v, mask, scale, sinks), n), self.group)
+        return out.movedim(0, 2).flatten(2)
