@@ -14,6 +14,14 @@ if TYPE_CHECKING:
     from titan_moe.models.base import ModelConfig
 
 
+class TokenEmbedding(nn.Embedding):
+    """An embedding that can also be the head of a tied model."""
+
+    def as_head(self, x: Tensor) -> Tensor:
+        """Logits ``[..., V]`` of hidden states ``[..., D]``."""
+        return F.linear(x, self.weight)
+
+
 class FeedForward(nn.Module):
     """Dense SwiGLU feed-forward of the leading layers."""
 
@@ -60,7 +68,7 @@ class MTPBlock(nn.Module):
         self.layer = DecoderLayer(config, attention, dense=config.num_dense_layers >= config.num_layers)
         self.norm = RMSNorm(config.dim, eps=config.norm_eps)
         own = config.mtp_own_embeddings
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.dim) if own else None
+        self.embed_tokens = TokenEmbedding(config.vocab_size, config.dim) if own else None
         self.lm_head = nn.Linear(config.dim, config.vocab_size, bias=False) if own else None
 
     def forward(self, hidden_BSD: Tensor, embedded_BSD: Tensor, context: ForwardContext) -> Tensor:

@@ -9,7 +9,7 @@ from titan_moe.moe.config import MoEConfig
 
 
 class SharedExpert(nn.Module):
-    """``[T, D] -> [T, D]``.
+    """``[..., D] -> [..., D]``.
 
     Linears without bias: ``gate_proj`` (not for relu2), ``up_proj``, ``down_proj``; with ``config.shared_gate`` a
     ``gate`` of weight ``[1, D]`` whose sigmoid scales the output (Qwen2-MoE).
@@ -29,9 +29,12 @@ class SharedExpert(nn.Module):
         for linear in self.children():
             nn.init.normal_(linear.weight, std=std)
 
-    def forward(self, x_TD: Tensor) -> Tensor:
-        z = self.up_proj(x_TD)
+    def forward(self, x: Tensor) -> Tensor:
+        z = self.up_proj(x)
         if self.gate_proj is not None:
-            z = torch.cat([self.gate_proj(x_TD), z], dim=-1)
-        y = self.down_proj(activate(z, self.activation))
-        return y if self.gate is None else F.sigmoid(self.gate(x_TD)) * y
+            z = torch.cat([self.gate_proj(x), z], dim=-1)
+        a = activate(z, self.activation)
+        if self.gate is not None:
+            # Scales the output, whose linear has no bias; here, so that tensor parallelism need not cut between them.
+            a = F.sigmoid(self.gate(x)) * a
+        return self.down_proj(a)

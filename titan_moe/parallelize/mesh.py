@@ -25,6 +25,12 @@ class Meshes:
     """What dense parameters are sharded over, dp_shard x cp as one axis ``fsdp``; with dp_replicate before it."""
     expert_fsdp: DeviceMesh
     """What expert parameters are sharded over, ``edp_shard``; with edp_replicate before it."""
+    dispatch: DeviceMesh
+    """Ranks among which tokens travel to experts: ep x etp as one axis, etp fastest."""
+    sequence: DeviceMesh
+    """Ranks that share each micro-batch: cp x tp as one axis."""
+    stage: DeviceMesh
+    """All ranks of a pipeline stage as one axis."""
 
 
 def build_meshes(config: Parallelism, device_type: str = "cpu") -> Meshes:
@@ -45,9 +51,11 @@ def build_meshes(config: Parallelism, device_type: str = "cpu") -> Meshes:
     base = world._unflatten(0, (d.pp, stage), ("pp", "stage"))
     storage = base._unflatten("stage", (d.dp_replicate, d.dp_shard * d.cp, d.tp), ("dp_replicate", "fsdp", "tp"))
     dense = storage._unflatten("fsdp", (d.dp_shard, d.cp), ("dp_shard", "cp"))
-    expert = base._unflatten(
-        "stage", (d.edp_replicate, d.edp_shard, d.ep, d.etp), ("edp_replicate", "edp_shard", "ep", "etp")
+    copies = base._unflatten(
+        "stage", (d.edp_replicate, d.edp_shard, d.ep * d.etp), ("edp_replicate", "edp_shard", "dispatch")
     )
+    expert = copies._unflatten("dispatch", (d.ep, d.etp), ("ep", "etp"))
+    shares = base._unflatten("stage", (d.dp_replicate * d.dp_shard, d.cp * d.tp), ("batch", "sequence"))
     meshes = Meshes(
         degrees=d,
         world=world,
@@ -55,6 +63,9 @@ def build_meshes(config: Parallelism, device_type: str = "cpu") -> Meshes:
         expert=expert,
         dense_fsdp=storage["dp_replicate", "fsdp"] if d.dp_replicate > 1 else storage["fsdp"],
         expert_fsdp=expert["edp_replicate", "edp_shard"] if d.edp_replicate > 1 else expert["edp_shard"],
+        dispatch=copies["dispatch"],
+        sequence=shares["sequence"],
+        stage=base["stage"],
     )
     # Groups that meshes make fall back to torch's defaults of 10 or 30 minutes.
     set_timeout(timeout_seconds())

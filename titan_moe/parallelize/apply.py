@@ -1,0 +1,83 @@
+"""Any layout of a plain module, in place: styles first, then data parallelism over both meshes."""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from titan_moe.fsdp_ep import apply_fsdp
+from titan_moe.moe import Router
+from titan_moe.moe.balance import balances
+from titan_moe.parallelize.mesh import Meshes
+from titan_moe.parallelize.plan import Plan, match_plan
+from titan_moe.parallelize.plans import plan_for
+from titan_moe.parallelize.styles import ApplyContext
+
+
+def parallelize(
+    module: nn.Module,
+    meshes: Meshes,
+    plan: Plan | Literal["auto"] = "auto",
+    *,
+    sequence_parallel: bool = True,
+    cp_method: str = "allgather",
+    compute_dtype: torch.dtype | None = None,
+    reshard_after_forward: bool = True,
+    keep_precision: tuple[type[nn.Module], ...] = (Router,),
+    blocks: Sequence[nn.Module] | None = None,
+    fsdp: bool = True,
+) -> nn.Module:
+    """Give ``module`` the layout of ``meshes``, in place; names and classes of its modules stay.
+
+    The module computes the same function of the whole batch, of which each rank gives its own part: dp ranks other
+    sequences, cp ranks other positions, tp ranks the same tokens. Gradients are sums over all ranks, so the loss of a
+    rank is to be divided by the valid tokens of the *global* batch.
+
+    Args:
+        module: on meta or with parameters that are equal on all ranks.
+        meshes: from ``build_meshes``.
+        plan: name patterns to styles, see ``match_plan``; ``auto``: that of the module's family.
+        sequence_parallel: with tensor parallelism, keep activations between blocks sharded over tokens.
+        cp_method: how attention shares a sequence, ``allgather`` or ``alltoall``.
+        compute_dtype: dtype of compute; None: that of the parameters.
+        reshard_after_forward: free gathered parameters after a block's forward pass; pipelines need False.
+        keep_precision: module classes that compute in their parameters' dtype.
+        blocks: what is gathered at once; None: the elements of the module's outermost lists of layers.
+        fsdp: False leaves out data parallelism, for a caller who applies it to the parts of a pipeline.
+
+    Returns:
+        ``module``.
+
+    Raises:
+        ConfigError: the plan does not fit the module, or a module does not fit its style.
+    """
+    auto = plan == "auto"
+    context = ApplyContext(module, meshes, sequence_parallel, cp_method)
+    # Before anything changes, so that a refusal leaves the module as it was.
+    matched = match_plan(module, plan_for(module) if auto else plan, all_patterns=not auto)
+    for name, (submodule, style) in matched.items():
+        style.apply(name, submodule, context)
+    if meshes.sequence.size() > 1:
+        share = partial(_sum, group=meshes.sequence.get_group())
+        for _, _, balance in balances(module):
+            balance.share_counts = share
+    # A single process that computes in its own dtype has nothing to gather or to reduce.
+    if fsdp and (meshes.degrees.world > 1 or compute_dtype is not None):
+        apply_fsdp(
+            module,
+            meshes.dense_fsdp,
+            experts_mesh=meshes.expert_fsdp,
+            compute_dtype=compute_dtype,
+            reshard_after_forward=reshard_after_forward,
+            keep_precision=keep_precision,
+            blocks=blocks,
+        )
+    return module
+
+
+def _sum(counts: Tensor, group: dist.ProcessGroup) -> Tensor:
+    dist.all_reduce(counts, group=group)
+    return counts

@@ -1,0 +1,353 @@
+"""What a plan says of one module: how its parameters lie and what crosses its edges.
+
+Two kinds of activations exist under tensor parallelism, and which one a tensor is decides where its gradient lives:
+
+- the *stream*, a DTensor on the tp axis: sharded over its tokens (dim -2), or replicated without sequence parallel;
+- plain tensors inside a region (attention, feed-forward, experts): whatever this rank computes on. A plain tensor's
+  gradient is a partial sum over tp, also where its values are the same on all tp ranks.
+
+So a replicated parameter that meets plain tensors, or this rank's tokens of the stream, has a ``Partial`` gradient.
+With one tp rank everything is plain and the styles of dense modules change nothing.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from types import MethodType
+from typing import Any, Literal, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate as Whole, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import Placement
+
+from titan_moe.errors import ConfigError
+from titan_moe.moe import MoE
+from titan_moe.moe.dispatch import build_dispatcher
+from titan_moe.parallelize.crossing import local_parameters, to_dtensor, to_local
+from titan_moe.parallelize.mesh import Meshes
+from titan_moe.parallelize.vocab import embed, head
+
+
+@dataclass
+class ApplyContext:
+    """What styles know of the whole.
+
+    Attributes:
+        root: the module that ``parallelize`` was called on.
+        meshes: of the world.
+        sequence_parallel: keep the stream sharded over its tokens.
+        cp_method: how attention shares sequences over cp.
+    """
+
+    root: nn.Module
+    meshes: Meshes
+    sequence_parallel: bool = True
+    cp_method: str = "allgather"
+    # Parameters by id, so that those which two modules share stay shared.
+    shared: dict[int, tuple[nn.Parameter, nn.Parameter]] = field(default_factory=dict)
+
+    @property
+    def tp(self) -> DeviceMesh:
+        """The tp axis."""
+        return self.meshes.dense["tp"]
+
+    @property
+    def tp_size(self) -> int:
+        """Ranks that share dense matrices."""
+        return self.meshes.degrees.tp
+
+    def stream(self, ndim: int) -> Placement:
+        """How a stream tensor of ``ndim`` dims lies on tp."""
+        return Shard(ndim - 2) if self.sequence_parallel else Whole()
+
+    def distribute(self, module: nn.Module, mesh: DeviceMesh, **placements: Sequence[Placement]) -> None:
+        """Turn own parameters of ``module``, named by keyword, into DTensors on ``mesh``; absent ones are skipped."""
+        for name, placed in placements.items():
+            parameter = module._parameters.get(name)
+            if parameter is None:
+                continue
+            if id(parameter) not in self.shared:
+                local = distribute_tensor(parameter.detach(), mesh, placed, src_data_rank=None)
+                self.shared[id(parameter)] = (parameter, nn.Parameter(_own(local), parameter.requires_grad))
+            distributed = self.shared[id(parameter)][1]
+            if distributed.placements != tuple(placed):
+                raise ConfigError(
+                    f"{type(module).__name__}.{name} is shared by two modules whose styles place it differently: "
+                    f"{distributed.placements} and {tuple(placed)}. Give both modules styles that agree."
+                )
+            module._parameters[name] = distributed
+
+
+class Style(Protocol):
+    """One entry of a plan."""
+
+    def apply(self, name: str, module: nn.Module, context: ApplyContext) -> None:
+        """Change ``module``, called ``name`` in ``context.root``, in place."""
+
+
+def _own(tensor: DTensor) -> DTensor:
+    """``tensor`` with memory of its own, so that the full tensor it is a slice of can be freed."""
+    local = to_local(tensor, tensor.placements)
+    if local.is_meta or local.untyped_storage().nbytes() == local.numel() * local.element_size():
+        return tensor
+    return to_dtensor(local.clone(), tensor.device_mesh, tensor.placements, tensor.shape)
+
+
+def wrap(module: nn.Module, method: str, around: Callable[..., Any]) -> None:
+    """Replace ``module.method(...)`` by ``around(module, inner, ...)``, where ``inner`` is the method as it was.
+
+    Names and classes stay, and a deep copy of the module wraps the copy.
+    """
+    bound = getattr(module, method)
+    function = getattr(bound, "__func__", None) or (lambda self, *args, **kwargs: bound(*args, **kwargs))
+
+    def wrapped(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return around(self, MethodType(function, self), *args, **kwargs)
+
+    setattr(module, method, MethodType(wrapped, module))
+
+
+def gather(x: Tensor) -> Tensor:
+    """All tokens of the stream as a plain tensor; its gradient is a partial sum. A plain tensor passes.
+
+    The result is remembered on ``x``: linears with one input, as queries, keys and values are, share one collective
+    in each direction.
+    """
+    if not isinstance(x, DTensor):
+        return x
+    state = (torch.is_grad_enabled(), None if x.is_inference() else x._version)
+    known = x.__dict__.get("_gathered")
+    if known is None or known[0] != state:
+        whole = to_local(x.redistribute(placements=[Whole()]), [Partial()])
+        known = x._gathered = (state, whole)
+    return known[1]
+
+
+def scatter(partial: Tensor, context: ApplyContext) -> DTensor:
+    """The stream, from each tp rank's partial sum over all tokens."""
+    summed = to_dtensor(partial, context.tp, [Partial()], partial.shape)
+    return summed.redistribute(placements=[context.stream(partial.ndim)])
+
+
+def as_placed(parameter: DTensor) -> Sequence[Placement]:
+    """The gradient of a sharded parameter lies as the parameter does."""
+    return parameter.placements
+
+
+def _linear(name: str, module: nn.Module, style: str) -> nn.Linear:
+    if not isinstance(module, nn.Linear):
+        raise ConfigError(f"{style} on {name}, a {type(module).__name__}: it is for nn.Linear and its subclasses.")
+    return module
+
+
+@dataclass(frozen=True)
+class Colwise:
+    """A linear whose output features are shared out: stream or plain input, plain output of this rank's features."""
+
+    def apply(self, name: str, module: nn.Module, context: ApplyContext) -> None:
+        _linear(name, module, "Colwise")
+        if context.tp_size == 1:
+            return
+        context.distribute(module, context.tp, weight=[Shard(0)], bias=[Shard(0)])
+
+        def around(self: nn.Module, inner: Callable, x: Tensor) -> Tensor:
+            with local_parameters(self, as_placed):
+                return inner(gather(x))
+
+        wrap(module, "forward", around)
+
+
+@dataclass(frozen=True)
+class Rowwise:
+    """A linear whose input features are shared out: plain input of this rank's features, stream output.
+
+    The bias is added once, to the sum.
+    """
+
+    def apply(self, name: str, module: nn.Module, context: ApplyContext) -> None:
+        _linear(name, module, "Rowwise")
+        if context.tp_size == 1:
+            return
+        context.distribute(module, context.tp, weight=[Shard(1)], bias=[Whole()])
+
+        def around(self: nn.Module, inner: Callable, x: Tensor) -> DTensor:
+            if isinstance(x, DTensor):
+                raise ConfigError(f"Rowwise on {name}: its input is the stream. It follows Colwise modules.")
+            bias = self._parameters["bias"]
+            with local_parameters(self, as_placed):
+                self._parameters["bias"] = None
+                partial = inner(x)
+                self._parameters["bias"] = bias
+            out = scatter(partial, context)
+            return out if bias is None else out + bias
+
+        wrap(module, "forward", around)
+
+
+@dataclass(frozen=True)
+class VocabParallel:
+    """An embedding or a head whose vocabulary is shared out.
+
+    Embedding: the same token ids on all tp ranks in, the stream out. Head: stream in, logits out as a DTensor that is
+    sharded over the vocabulary; no rank holds them all. ``titan_moe.models.token_losses`` takes them as they are.
+    """
+
+    def apply(self, name: str, module: nn.Module, context: ApplyContext) -> None:
+        if not isinstance(module, nn.Embedding | nn.Linear):
+            raise ConfigError(
+                f"VocabParallel on {name}, a {type(module).__name__}: it is for nn.Embedding and nn.Linear."
+            )
+        if context.tp_size == 1:
+            return
+        context.distribute(module, context.tp, weight=[Shard(0)], bias=[Shard(0)])
+
+        def logits(self: nn.Module, inner: Callable, x: Tensor) -> DTensor:
+            size = self.weight.shape[0]
+            with local_parameters(self, as_placed):
+                return head(inner, gather(x), context.tp, size)
+
+        def around(self: nn.Module, inner: Callable, ids: Tensor) -> DTensor:
+            size = self.weight.shape[0]
+            with local_parameters(self, as_placed):
+                return scatter(embed(self, ids, context.tp, size), context)
+
+        if isinstance(module, nn.Linear):
+            wrap(module, "forward", logits)
+            return
+        wrap(module, "forward", around)
+        if hasattr(module, "as_head"):
+            wrap(module, "as_head", logits)
+
+
+def _replicated(self: nn.Module, inner: Callable, x: Tensor, output: str) -> Tensor:
+    if not isinstance(x, DTensor):
+        with local_parameters(self, lambda _: [Partial()]):
+            return inner(x)
+    gathered, whole = output == "gathered", x.placements[0].is_replicate()
+    with local_parameters(self, lambda _: [Whole() if whole and not gathered else Partial()]):
+        y = inner(to_local(x, [Partial()] if whole and gathered else x.placements))
+    if whole and gathered:
+        return y
+    out = to_dtensor(y, x.device_mesh, x.placements, (*x.shape[:-1], y.shape[-1]))
+    return gather(out) if gathered else out
+
+
+@dataclass(frozen=True)
+class Replicate:
+    """A module that every tp rank holds whole and that works on each token by itself.
+
+    Of the stream it computes this rank's tokens and returns the stream, or with ``output="gathered"`` all tokens as
+    a plain tensor, for a region that follows. A plain input gives a plain output.
+    """
+
+    output: Literal["same", "gathered"] = "same"
+
+    def apply(self, name: str, module: nn.Module, context: ApplyContext) -> None:
+        if context.tp_size == 1:
+            return
+        context.distribute(module, context.tp, **dict.fromkeys(module._parameters, [Whole()]))
+        wrap(module, "forward", lambda m, inner, x: _replicated(m, inner, x, self.output))
+
+
+@dataclass(frozen=True)
+class SequenceParallel:
+    """A norm on the stream."""
+
+    def apply(self, name: str, module: nn.Module, context: ApplyContext) -> None:
+        Replicate().apply(name, module, context)
+
+
+@dataclass(frozen=True)
+class Router:
+    """A router: each tp rank routes its own tokens."""
+
+    def apply(self, name: str, module: nn.Module, context: ApplyContext) -> None:
+        if context.tp_size == 1:
+            return
+        context.distribute(module, context.tp, **dict.fromkeys(module._parameters, [Whole()]))
+
+        def around(self: nn.Module, inner: Callable, *args: Any, **kwargs: Any) -> Any:
+            with local_parameters(self, lambda _: [Partial()]):
+                return inner(*args, **kwargs)
+
+        wrap(module, "forward", around)
+
+
+@dataclass(frozen=True)
+class Attention:
+    """An attention block: its own parameters, one per head as sinks are, follow their heads.
+
+    Args:
+        cp: how sequences are shared over the cp axis, ``allgather`` or ``alltoall``; None: as configured.
+    """
+
+    cp: Literal["allgather", "alltoall"] | None = None
+
+    def apply(self, name: str, module: nn.Module, context: ApplyContext) -> None:
+        if context.tp_size > 1 and any(p is not None for p in module._parameters.values()):
+            context.distribute(module, context.tp, **dict.fromkeys(module._parameters, [Shard(0)]))
+
+            def around(self: nn.Module, inner: Callable, *args: Any, **kwargs: Any) -> Any:
+                with local_parameters(self, as_placed):
+                    return inner(*args, **kwargs)
+
+            wrap(module, "forward", around)
+
+
+@dataclass(frozen=True)
+class Experts:
+    """The experts of a titan_moe MoE layer: shared over ep, the hidden dim of each over etp.
+
+    The layer around them works on this rank's tokens: what routes, projects and dispatches there sees each token on
+    one tp rank, with or without sequence parallel.
+    """
+
+    def apply(self, name: str, module: nn.Module, context: ApplyContext) -> None:
+        layer = context.root.get_submodule(name.rpartition(".")[0])
+        if not isinstance(layer, MoE):
+            raise ConfigError(
+                f"Experts on {name}: they belong to a {type(layer).__name__}, not to a titan_moe.moe.MoE."
+            )
+        degrees = context.meshes.degrees
+        if degrees.ep * degrees.etp > 1:
+            self._share(module, layer, context)
+        if degrees.tp > 1:
+            wrap(layer, "routed", _on_own_tokens)
+
+    def _share(self, module: nn.Module, layer: MoE, context: ApplyContext) -> None:
+        mesh, etp = context.meshes.expert["ep", "etp"], context.meshes.degrees.etp
+        hidden = [Shard(0), Shard(2)]
+        context.distribute(module, mesh, w1=hidden, w2=hidden, b1=hidden, b2=[Shard(0), Whole()])
+        config = layer.config
+        layer.dispatcher = build_dispatcher(
+            "alltoall" if config.dispatcher == "local" else config.dispatcher,
+            num_experts=config.num_experts,
+            ep_group=context.meshes.dispatch.get_group(),
+            etp_size=etp,
+        )
+        # Each etp rank computes part of the sum over the hidden dim; the bias on that sum belongs to one of them.
+        adds_bias = mesh.get_local_rank("etp") == 0
+
+        def around(self: nn.Module, inner: Callable, *args: Any, **kwargs: Any) -> Any:
+            b2 = self._parameters["b2"]
+            with local_parameters(self, as_placed):
+                if b2 is not None and etp > 1:
+                    self._parameters["b2"] = to_local(b2, [Shard(0), Partial()]) * float(adds_bias)
+                return inner(*args, **kwargs)
+
+        wrap(module, "forward", around)
+
+
+def _on_own_tokens(self: nn.Module, inner: Callable, x: Tensor, valid: Tensor | None = None) -> Tensor:
+    """``inner`` on this rank's tokens of the stream, of which there may be none."""
+    if not isinstance(x, DTensor):
+        return inner(x, valid)
+    tokens = x.redistribute(placements=[Shard(x.ndim - 2)])
+    if valid is not None:
+        mesh, dim = x.device_mesh, valid.ndim - 1
+        whole = to_dtensor(valid, mesh, [Whole()], valid.shape)
+        valid = to_local(whole.redistribute(placements=[Shard(dim)]), None)
+    y = inner(to_local(tokens, tokens.placements), valid)
+    return to_dtensor(y, x.device_mesh, tokens.placements, x.shape).redistribute(placements=x.placements)
