@@ -34,7 +34,7 @@ class Layer(nn.Module):
     def forward(self, x_BSD: torch.Tensor, valid_BS: torch.Tensor | None = None) -> torch.Tensor:
         x_TD = x_BSD.reshape(-1, D)
         valid_T = None if valid_BS is None else valid_BS.reshape(-1)
-        routing, aux = self.router(x_TD, self.balance, valid_T, x_BSD.shape[1])
+        routing, aux = self.router(x_TD, self.balance, valid_T, x_BSD.shape[0])
         y_TD = x_TD * routing.weights_TK.sum(1, keepdim=True)
         return (y_TD if aux is None else self.balance.inject(y_TD, aux)).view_as(x_BSD)
 
@@ -209,7 +209,7 @@ def test_fault_15_evaluation_counts_nothing_and_has_no_loss():
     layer, x = Layer(**V3, **dict.fromkeys(COEFS, 0.1)), batch()
     layer.eval()
     before = layer.router.expert_bias.clone()
-    _, aux = layer.router(x.flatten(0, 1), layer.balance, None, S)
+    _, aux = layer.router(x.flatten(0, 1), layer.balance, None, x.shape[0])
     assert aux is None
     report = finish_step(layer)
     assert report["routed_L"].tolist() == [0] and report["aux_loss_L"].tolist() == [0]
@@ -296,7 +296,7 @@ def test_inject_works_with_a_backward_split_into_inputs_and_weights():
 def test_a_low_precision_output_takes_an_fp32_loss():
     layer = Layer(aux_loss_coef=1.0).float()
     x = batch().detach().to(torch.bfloat16)
-    y = layer.balance.inject(x.flatten(0, 1), layer.router(x.flatten(0, 1), layer.balance, None, S)[1])
+    y = layer.balance.inject(x.flatten(0, 1), layer.router(x.flatten(0, 1), layer.balance, None, x.shape[0])[1])
     y.float().sum().backward()
     assert y.dtype == torch.bfloat16 and layer.router.weight.grad.abs().max() > 0
 

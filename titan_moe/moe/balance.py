@@ -45,6 +45,9 @@ class Balance(nn.Module):
         reduce_counts: returns its int64 ``[E]`` argument summed over the ranks that share the global aux loss (it
             may work in place). None: this rank alone. Called in the first forward of a micro-batch, never in a
             recompute.
+        share_counts: the same over the ranks that hold parts of the same sequences (tp x cp), for any int64 tensor;
+            None: sequences are whole. Used by the micro-batch and the sequence loss, whose shares f must be those
+            of whole sequences, in recomputes too.
     """
 
     def __init__(self, config: MoEConfig) -> None:
@@ -52,6 +55,7 @@ class Balance(nn.Module):
         self.config = config
         self.token_weight: Tensor | None = None
         self.reduce_counts: Callable[[Tensor], Tensor] | None = None
+        self.share_counts: Callable[[Tensor], Tensor] | None = None
         # Per micro-batch of this step: what identifies it, and the global f it saw. A recompute needs the same f.
         self._seen: list[tuple[Tensor, Tensor]] = []
         for name in ("counts_E", "global_counts_E"):
@@ -74,7 +78,7 @@ class Balance(nn.Module):
         return super()._apply(keep, recurse)
 
     def losses(
-        self, logits_TE: Tensor, scores_TE: Tensor, routing: Routing, valid_T: Tensor | None, seq_len: int
+        self, logits_TE: Tensor, scores_TE: Tensor, routing: Routing, valid_T: Tensor | None, num_sequences: int
     ) -> Tensor | None:
         """Count the routing and return the weighted sum of the enabled losses.
 
@@ -83,17 +87,17 @@ class Balance(nn.Module):
             scores_TE: scores of the score function in use.
             routing: the choice, before any capacity.
             valid_T: bool, False marks padding; None: all tokens are real.
-            seq_len: tokens per sequence, dividing T.
+            num_sequences: B, dividing T; with ``share_counts``, equal on all ranks of the sum.
 
         Returns:
             0-d loss with graph, or None in eval or with every coefficient 0.
         """
-        return self._losses(logits_TE, scores_TE, routing, valid_T, seq_len) if self.training else None
+        return self._losses(logits_TE, scores_TE, routing, valid_T, num_sequences) if self.training else None
 
     # A compiled graph cannot ask whether it is a recompute, and would save other tensors in one.
     @torch._disable_dynamo
     def _losses(
-        self, logits_TE: Tensor, scores_TE: Tensor, routing: Routing, valid_T: Tensor | None, seq_len: int
+        self, logits_TE: Tensor, scores_TE: Tensor, routing: Routing, valid_T: Tensor | None, num_sequences: int
     ) -> Tensor | None:
         config = self.config
         recompute = in_backward()
@@ -102,13 +106,18 @@ class Balance(nn.Module):
         token_weight = self.token_weight
         if token_weight is None:
             T = logits_TE.shape[0]
-            token_weight = 1 / (max(T, 1) if valid_T is None else valid_T.sum().clamp_min(1).to(logits_TE.dtype))
+            tokens = T if valid_T is None else valid_T.sum()
+            if self.share_counts is not None:
+                tokens = self.share_counts(torch.as_tensor(tokens, device=logits_TE.device))
+            if isinstance(tokens, Tensor):
+                tokens = tokens.to(logits_TE.dtype)
+            token_weight = 1 / (tokens.clamp_min(1) if isinstance(tokens, Tensor) else max(tokens, 1))
         else:
             token_weight = token_weight.to(device=logits_TE.device, dtype=logits_TE.dtype)
 
         aux = z = None
         if config.aux_loss_coef or config.seq_aux_loss_coef or config.global_aux_loss_coef:
-            aux = token_weight * self._balance_loss(scores_TE, routing, valid_T, seq_len, recompute)
+            aux = token_weight * self._balance_loss(scores_TE, routing, valid_T, num_sequences, recompute)
         if config.z_loss_coef:
             lse_T = logits_TE.logsumexp(-1)
             lse_T = lse_T if valid_T is None else torch.where(valid_T, lse_T, 0.0)
@@ -137,13 +146,13 @@ class Balance(nn.Module):
             self.dropped += (routing.counts_E - limit).clamp_min(0).sum()
 
     def _balance_loss(
-        self, scores_TE: Tensor, routing: Routing, valid_T: Tensor | None, seq_len: int, recompute: bool
+        self, scores_TE: Tensor, routing: Routing, valid_T: Tensor | None, num_sequences: int, recompute: bool
     ) -> Tensor:
         """Sum over the enabled kinds of coef x E x sum_e f_e P_e."""
         config = self.config
-        T, E = scores_TE.shape
-        assert seq_len == 0 or T % seq_len == 0, (T, seq_len)
-        B = T // seq_len if seq_len else 0
+        (T, E), B = scores_TE.shape, num_sequences
+        S = T // max(B, 1)
+        assert B * S == T, (T, B)
         ids_TK = routing.expert_ids_TK
         if config.reshapes_selection or config.selection != "top_k":
             # Loads are those of the scores alone: what bias and groups did to the choice is not the router's doing.
@@ -154,15 +163,17 @@ class Balance(nn.Module):
             probs_TE = scores_TE / (scores_TE.sum(-1, keepdim=True) + 1e-20)
         if valid_T is not None:
             probs_TE = torch.where(valid_T[:, None], probs_TE, 0.0)
-        probs_BE = probs_TE.view(B, seq_len, E).sum(1)
+        probs_BE = probs_TE.view(B, S, E).sum(1)
         offset_B11 = torch.arange(B, device=ids_TK.device)[:, None, None] * E
-        ids_BSK = ids_TK.view(B, seq_len, ids_TK.shape[1])
+        ids_BSK = ids_TK.view(B, S, ids_TK.shape[1])
         counts_BE = count_experts(torch.where(ids_BSK < 0, -1, ids_BSK + offset_B11), B * E).view(B, E)
 
         probs_E, counts_E = probs_BE.sum(0), counts_BE.sum(0)
+        if self.share_counts is not None and (config.aux_loss_coef or config.seq_aux_loss_coef):
+            counts_BE = self.share_counts(counts_BE)
         loss = probs_E.new_zeros(())
         if config.aux_loss_coef:
-            loss = loss + config.aux_loss_coef * E * (_share(counts_E, probs_E) * probs_E).sum()
+            loss = loss + config.aux_loss_coef * E * (_share(counts_BE.sum(0), probs_E) * probs_E).sum()
         if config.seq_aux_loss_coef:
             loss = loss + config.seq_aux_loss_coef * E * (_share(counts_BE, probs_BE) * probs_BE).sum()
         if config.global_aux_loss_coef:

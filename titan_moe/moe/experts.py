@@ -17,11 +17,18 @@ class Experts(nn.Module):
     Parameters (D = ``config.expert_dim``): ``w1 [E, n, F, D]`` with n = 2 (gate, up) or 1 (relu2), ``w2 [E, D, F]``,
     and with ``config.expert_linear_bias`` ``b1 [E, n, F]``, ``b2 [E, D]``. On the current default device and dtype;
     filled by ``reset_parameters`` unless on meta.
+
+    The parameters may be replaced by slices, of the experts and of F: E and F are then those of this rank, no expert
+    at all included. Outputs of a slice of F are partial sums, in which b2 must count once.
+
+    Attributes:
+        adds_b2: False on all but one of the ranks that share an expert's F; b2 then has a gradient of 0 here.
     """
 
     def __init__(self, config: MoEConfig):
         super().__init__()
         self.backend = config.experts
+        self.adds_b2 = True
         self.weight_on = config.weight_on
         self.activation = Activation(config.activation, config.activation_limit, config.activation_alpha)
         E, F_, D, n = config.num_experts, config.hidden_dim, config.expert_dim, 2 if config.gated else 1
@@ -57,12 +64,23 @@ class Experts(nn.Module):
             counts_E: rows of each expert. Rows past their sum come out undefined or zero and must not be read.
             weights_R: routing weight of each row, fp32 or wider.
         """
+        if self.w1.shape[0] == 0:
+            rows = x if route_map is None else permute(x, route_map)
+            return self._keep_in_graph(torch.zeros_like(rows), rows[:0], weights_R[:0])
         if self.backend == "sequential":
-            return self._sequential(x if route_map is None else permute(x, route_map), counts_E, weights_R)
-        offsets_E = offsets_of(counts_E) if route_map is None else route_map.offsets_E
-        return grouped_mlp(
-            x, self.w1, self.w2, self.b1, self.b2, weights_R, offsets_E, self.activation, self.weight_on, route_map
-        )
+            y = self._sequential(x if route_map is None else permute(x, route_map), counts_E, weights_R)
+        else:
+            offsets_E = offsets_of(counts_E) if route_map is None else route_map.offsets_E
+            b2 = self.b2 if self.adds_b2 else None
+            y = grouped_mlp(
+                x, self.w1, self.w2, self.b1, b2, weights_R, offsets_E, self.activation, self.weight_on, route_map
+            )
+        return y if self.b2 is None or self.adds_b2 else self._keep_in_graph(y)
+
+    def _keep_in_graph(self, y: Tensor, *empty: Tensor) -> Tensor:
+        """``y``, from which every parameter gets a gradient: its owners wait for one on all ranks."""
+        parts = [p[:0].sum() for p in self.parameters(recurse=False)] + [t.sum() for t in empty]
+        return y + sum(parts).to(y.dtype)
 
     def _sequential(self, rows_RD: Tensor, counts_E: Tensor, weights_R: Tensor) -> Tensor:
         """The slow oracle: one expert after the other, sizes read on the host, plain autograd."""
@@ -82,7 +100,7 @@ class Experts(nn.Module):
             rows = (rows * weights).to(rows.dtype)
         z = F.linear(rows, self.w1[e].flatten(0, 1), None if self.b1 is None else self.b1[e].flatten())
         a = _plain_activation(z, self.activation)
-        y = F.linear(a, self.w2[e], None if self.b2 is None else self.b2[e])
+        y = F.linear(a, self.w2[e], self.b2[e] if self.b2 is not None and self.adds_b2 else None)
         return y if on_input else (y * weights).to(rows.dtype)
 
 

@@ -32,7 +32,7 @@ class MoE(nn.Module):
         self.router = Router(config)
         self.balance = Balance(config)
         self.experts = Experts(config)
-        self.dispatcher = build_dispatcher(config.dispatcher)
+        self.dispatcher = build_dispatcher(config.dispatcher, num_experts=config.num_experts)
         self.shared = SharedExpert(config) if config.shared_hidden_dim else None
         latent = config.latent_dim
         self.latent_down = nn.Linear(config.dim, latent, bias=False) if latent else None
@@ -44,21 +44,24 @@ class MoE(nn.Module):
         Args:
             valid: bool ``[B, S]``; False marks padding, which counts in no loss, counter or capacity.
         """
+        y = self.routed(x, valid)
+        return y if self.shared is None else y + self.shared(x)
+
+    def routed(self, x: Tensor, valid: Tensor | None) -> Tensor:
+        """The part of the output that the routed experts make; under tensor parallelism, of this rank's tokens."""
         x_TD = x.reshape(-1, x.shape[-1])
-        routing, aux = self.route(x_TD, None if valid is None else valid.reshape(-1), x.shape[-2])
+        routing, aux = self.route(x_TD, None if valid is None else valid.reshape(-1), x.shape[:-2].numel())
         dispatched = self.dispatcher.dispatch(x_TD if self.latent_down is None else self.latent_down(x_TD), routing)
         y_RD = self.experts(dispatched.x, dispatched.counts_E, dispatched.weights_R, dispatched.route_map)
         y_TD = self.dispatcher.combine(y_RD, dispatched)
         if self.latent_up is not None:
             y_TD = self.latent_up(y_TD)
-        if self.shared is not None:
-            y_TD = y_TD + self.shared(x_TD)
         if aux is not None:
             y_TD = self.balance.inject(y_TD, aux)
         return y_TD.view(x.shape)
 
-    def route(self, x_TD: Tensor, valid_T: Tensor | None, seq_len: int) -> tuple[Routing, Tensor | None]:
+    def route(self, x_TD: Tensor, valid_T: Tensor | None, num_sequences: int) -> tuple[Routing, Tensor | None]:
         """Choose experts, then apply capacity and padding. Returns the routing and the auxiliary loss, if any."""
-        routing, aux = self.router(x_TD, self.balance, valid_T, seq_len)
+        routing, aux = self.router(x_TD, self.balance, valid_T, num_sequences)
         routing = apply_capacity(routing, self.config, valid_T)
         return pad_counts(routing, self.config.pad_counts_to, valid_T), aux

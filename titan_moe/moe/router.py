@@ -108,7 +108,7 @@ class Router(nn.Module):
         return F.linear(x_TD, self.weight.to(dtype), None if self.bias is None else self.bias.to(dtype))
 
     def forward(
-        self, x_TD: Tensor, balance: Balance, valid_T: Tensor | None = None, seq_len: int | None = None
+        self, x_TD: Tensor, balance: Balance, valid_T: Tensor | None = None, num_sequences: int = 1
     ) -> tuple[Routing, Tensor | None]:
         """Route tokens.
 
@@ -118,7 +118,7 @@ class Router(nn.Module):
             x_TD: router input.
             balance: counts the choice and computes the auxiliary losses.
             valid_T: bool; False marks padding, which goes to no expert. None: all tokens are real.
-            seq_len: tokens per sequence, dividing T; None: one sequence.
+            num_sequences: sequences B in ``x_TD``, all of one length.
 
         Returns:
             The routing, and the weighted sum of the auxiliary losses (0-d) or None.
@@ -127,10 +127,10 @@ class Router(nn.Module):
         # Autocast would run the linear in low precision. Meta tensors know no autocast.
         precise = torch.amp.is_autocast_available(device_type)
         with torch.autocast(device_type, enabled=False) if precise else nullcontext():
-            return self._route(x_TD, balance, valid_T, seq_len)
+            return self._route(x_TD, balance, valid_T, num_sequences)
 
     def _route(
-        self, x_TD: Tensor, balance: Balance, valid_T: Tensor | None, seq_len: int | None
+        self, x_TD: Tensor, balance: Balance, valid_T: Tensor | None, num_sequences: int
     ) -> tuple[Routing, Tensor | None]:
         config = self.config
         logits_TE = self.logits(x_TD)
@@ -150,7 +150,7 @@ class Router(nn.Module):
         T, E, K = *logits_TE.shape, config.top_k
         max_rows = T * K if config.selection != "expert_choice" else E * capacity(T, K, E)
         routing = Routing(ids_TK, weights_TK, count_experts(ids_TK, E), max_rows)
-        return routing, balance.losses(logits_TE, scores_TE, routing, valid_T, T if seq_len is None else seq_len)
+        return routing, balance.losses(logits_TE, scores_TE, routing, valid_T, num_sequences)
 
     def _choose_experts(
         self, logits_TE: Tensor, scores_TE: Tensor, finite_T1: Tensor, valid_T: Tensor | None

@@ -2,39 +2,62 @@
 
 Six stages, so that a scheduler can put other work between them. The three of the way out take what the stage before
 returned; those of the way back take the experts' output and the same ``Dispatched``.
+
+Experts may be spread over a group of ``ep x etp`` ranks, etp fastest: ep rank r holds the experts ``expert_range``
+gives it, and its etp ranks hold slices of those experts' hidden dim, so that their outputs are partial sums.
 """
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor
 
 from titan_moe.kernels.route_map import RouteMap
 from titan_moe.moe.routing import Routing
 
 
+def expert_range(num_experts: int, ep_size: int, ep_rank: int) -> tuple[int, int]:
+    """First expert of an ep rank and the one past its last; as DTensor and ``torch.chunk`` cut, the last ranks less.
+
+    For 5 experts over 4 ranks: 2, 2, 1, 0.
+    """
+    chunk = -(-num_experts // ep_size)
+    return min(ep_rank * chunk, num_experts), min((ep_rank + 1) * chunk, num_experts)
+
+
 @dataclass
 class Dispatched:
     """What the experts of this rank compute on, and what the way back needs.
 
-    ``weights_R`` and ``counts_E`` describe the rows; the rows are ``x`` gathered by ``route_map``.
+    Complete after the third stage: ``weights_R`` and ``counts_E`` then describe the rows of the experts here, and the
+    rows are ``x`` gathered by ``route_map``. Between the stages ``x`` and ``weights_R`` are what travels next.
     """
 
     x: Tensor
-    """``[T, D]`` tokens."""
+    """``[T, D]`` tokens, or rows that have arrived."""
     weights_R: Tensor
     """Routing weight of each row, fp32 or wider, with gradient."""
     counts_E: Tensor
-    """Int64: rows of each expert."""
-    route_map: RouteMap
+    """Int64: rows of each expert of this rank."""
+    route_map: RouteMap | None
+    state: Any = None
+    """The dispatcher's own."""
 
 
 class Dispatcher(ABC):
-    """Holds no parameters."""
+    """Holds no parameters.
+
+    Attributes:
+        host_syncs: how often one dispatch waits for the device to read sizes; combine and backward never do.
+    """
+
+    host_syncs: int
 
     @abstractmethod
     def dispatch_preprocess(self, x_TD: Tensor, routing: Routing) -> Dispatched:
-        """Local work before tokens travel: order, counts, split sizes."""
+        """Work before tokens travel: order, counts, split sizes."""
 
     @abstractmethod
     def token_dispatch(self, dispatched: Dispatched) -> Dispatched:
@@ -64,3 +87,20 @@ class Dispatcher(ABC):
         """The three stages of the way back."""
         y = self.combine_preprocess(y_RD, dispatched)
         return self.combine_postprocess(self.token_combine(y, dispatched), dispatched)
+
+
+class GroupDispatcher(Dispatcher):
+    """Experts spread over the ranks of a group.
+
+    Attributes:
+        group: the flattened (ep, etp) group, etp fastest.
+        ep_size, etp_size: their product is the group's size.
+        first, last: the experts here are ``range(first, last)``.
+    """
+
+    def __init__(self, num_experts: int, group: dist.ProcessGroup, etp_size: int = 1):
+        size = dist.get_world_size(group)
+        assert size % etp_size == 0, (size, etp_size)
+        self.num_experts, self.group, self.etp_size = num_experts, group, etp_size
+        self.ep_size = size // etp_size
+        self.first, self.last = expert_range(num_experts, self.ep_size, dist.get_rank(group) // etp_size)

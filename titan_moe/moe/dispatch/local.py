@@ -11,6 +11,8 @@ from titan_moe.moe.routing import Routing
 class LocalDispatcher(Dispatcher):
     """Orders rows by expert. The gather itself is left to the experts' first product."""
 
+    host_syncs = 0
+
     def dispatch_preprocess(self, x_TD: Tensor, routing: Routing) -> Dispatched:
         map_ = route_map(routing.expert_ids_TK, routing.counts_E, routing.max_rows)
         weights_R = routing.weights_TK.reshape(-1).index_select(0, map_.slot_of_R)
