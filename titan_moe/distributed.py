@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 
 
 def is_distributed() -> bool:
@@ -115,6 +116,28 @@ def barrier() -> None:
     """Wait for all ranks; does nothing without a group."""
     if world_size() > 1:
         dist.barrier()
+
+
+def local_box(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """``(offsets, sizes)`` of this rank's part within the full tensor.
+
+    FSDP cuts what the other axes have left, though its axis comes first; DTensor says so with a strided shard.
+    So the plain shards apply first and the strided ones last. torch's own offsets apply them in mesh order, and are
+    wrong for strided shards of uneven size. An empty part lies at the end of its neighbours.
+    """
+    offsets, sizes = [0] * tensor.ndim, list(tensor.shape)
+    axes = list(zip(tensor.device_mesh.shape, tensor.device_mesh.get_coordinate(), tensor.placements, strict=True))
+    for strided in (False, True):
+        for parts, index, placement in axes:
+            dim = getattr(placement, "dim", None)
+            if dim is None or hasattr(placement, "split_factor") != strided:
+                continue
+            # torch.chunk's rule: equal pieces, the last one shorter, then empty ones.
+            piece = -(-sizes[dim] // parts)
+            start = min(index * piece, sizes[dim])
+            offsets[dim] += start
+            sizes[dim] = min(piece, sizes[dim] - start)
+    return tuple(offsets), tuple(sizes)
 
 
 def in_backward() -> bool:
