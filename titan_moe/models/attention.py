@@ -29,11 +29,11 @@ class ForwardContext:
         cos: see ``Rotary.tables``.
         sin: see ``Rotary.tables``.
         valid_BS: real tokens; None: all.
-        masks: additive mask per sliding window, None for the whole past; see ``attention_mask``.
+        masks: of each ``mask_kind``; see ``attention_mask``.
     """
 
     def __init__(
-        self, cos: Tensor, sin: Tensor, valid_BS: Tensor | None, masks: dict[int | None, Tensor | None]
+        self, cos: Tensor, sin: Tensor, valid_BS: Tensor | None, masks: dict["MaskKind", Tensor | None]
     ) -> None:
         self.cos, self.sin, self.valid_BS, self.masks = cos, sin, valid_BS, masks
 
@@ -154,6 +154,8 @@ class ContextAttention(Protocol):
 
     size: int
     """Ranks that share a sequence."""
+    method: str
+    """How they do; one method, one kind of mask."""
 
     def queries(self, positions_S: Tensor) -> Tensor | None:
         """Positions of the queries that this rank attends for, given its own; None: the whole sequence."""
@@ -167,6 +169,16 @@ class ContextAttention(Protocol):
         scale: float,
         sinks_H: Tensor | None = None,
     ) -> Tensor: ...
+
+
+MaskKind = tuple[int | None, str | None]
+"""Sliding window, and the method of context parallelism."""
+
+
+def mask_kind(attention: "Attention | LatentAttention") -> MaskKind:
+    """What the mask of an attention depends on."""
+    parallel = attention.context_parallel
+    return attention.window, None if parallel is None else parallel.method
 
 
 class Attention(nn.Module):
@@ -215,7 +227,7 @@ class Attention(nn.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = rotate(q, context.cos, context.sin), rotate(k, context.cos, context.sin)
         softmax = self.context_parallel or attend
-        return self.o_proj(softmax(q, k, v, context.masks[self.window], self.head_dim**-0.5, self.sinks))
+        return self.o_proj(softmax(q, k, v, context.masks[mask_kind(self)], self.head_dim**-0.5, self.sinks))
 
 
 class LatentAttention(nn.Module):
@@ -258,4 +270,5 @@ class LatentAttention(nn.Module):
         kv = self.kv_b_proj(self.kv_a_layernorm(latent)).unflatten(-1, (-1, self.nope_dim + self.v_dim))
         k_nope, v = kv.split((self.nope_dim, self.v_dim), dim=-1)
         k = torch.cat((k_nope, k_rope.expand(-1, -1, k_nope.shape[2], -1)), dim=-1)
-        return self.o_proj((self.context_parallel or attend)(q, k, v, context.masks[None], self.scale))
+        softmax = self.context_parallel or attend
+        return self.o_proj(softmax(q, k, v, context.masks[mask_kind(self)], self.scale))

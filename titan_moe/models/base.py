@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from titan_moe.errors import ConfigError, nearest
-from titan_moe.models.attention import ForwardContext, attention_mask
+from titan_moe.models.attention import ForwardContext, attention_mask, mask_kind
 from titan_moe.models.layers import DecoderLayer, MTPBlock
 from titan_moe.models.norm import RMSNorm
 from titan_moe.models.rope import Rotary, check_scaling
@@ -223,7 +223,7 @@ class Decoder(nn.Module):
     ) -> ForwardContext:
         """Rotary tables and masks for one forward pass."""
         blocks = [*self.layers.values(), *(block.layer for block in self.mtp.values())]
-        attentions = {block.self_attn.window: block.self_attn for block in blocks}
+        attentions = {mask_kind(block.self_attn): block.self_attn for block in blocks}
         parallel = next((attention.context_parallel for attention in attentions.values()), None)
         if attentions and (parallel is None) != (positions is None):
             raise ConfigError(
@@ -240,18 +240,17 @@ class Decoder(nn.Module):
         at_least_fp32 = torch.promote_types(dtype, torch.float32)
         places = torch.arange(seq_len, device=device) if positions is None else positions
         cos, sin = self.config.rotary().tables(places, dtype=at_least_fp32)
-        queries = None if parallel is None else parallel.queries(positions)
         masks = {
-            window: attention_mask(
+            kind: attention_mask(
                 seq_len,
                 document_ids,
-                window,
+                attention.window,
                 attention.sinks is not None,
                 device=device,
                 dtype=dtype,
-                queries_Q=queries,
+                queries_Q=None if positions is None else attention.context_parallel.queries(positions),
             )
-            for window, attention in attentions.items()
+            for kind, attention in attentions.items()
         }
         return ForwardContext(cos, sin, valid, masks)
 

@@ -7,15 +7,18 @@ and values, and ``alltoall`` all tokens of a share of the heads (arXiv 2309.1450
 Losses and gradients are sums over tokens, so that those of the cp ranks add up like those of data parallel ranks.
 """
 
+from collections.abc import Callable
 from math import lcm
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from titan_moe.errors import ConfigError, nearest
-from titan_moe.models.attention import attend
+from titan_moe.models.attention import attend, attention_mask
 from titan_moe.models.base import shift_within_document
 from titan_moe.models.loss import IGNORE
 
@@ -177,6 +180,13 @@ class ContextParallel:
         run = self._gathered if self.method == "allgather" else self._exchanged
         return run(q_BSHK, k_BSGK, v_BSGV, mask, scale, sinks_H)
 
+    def causal(self, q_BSHK: Tensor, k_BSGK: Tensor, v_BSGV: Tensor, scale: float) -> Tensor:
+        """Attention to all earlier tokens, with no mask prepared."""
+        S = q_BSHK.shape[1] * self.size
+        queries = self.queries(local_positions(S, self.rank, self.size, q_BSHK.device))
+        mask = attention_mask(S, None, None, False, device=q_BSHK.device, dtype=q_BSHK.dtype, queries_Q=queries)
+        return self(q_BSHK, k_BSGK, v_BSGV, mask, scale)
+
     def _gathered(self, q_BSHK, k_BSGK, v_BSGV, mask, scale, sinks_H) -> Tensor:
         S, (G, K), V = k_BSGK.shape[1], k_BSGK.shape[2:], v_BSGV.shape[3]
         kv = _whole(_Gather.apply(torch.cat((k_BSGK, v_BSGV), dim=-1).flatten(2), self.group))
@@ -204,3 +214,69 @@ class ContextParallel:
         sinks = None if sinks_H is None else sinks_H.chunk(n)[self.rank]
         out = _Exchange.apply(_parts(attend(q, k, v, mask, scale, sinks), n), self.group)
         return out.movedim(0, 2).flatten(2)
+
+
+class SharedAttention(TorchFunctionMode):
+    """Within, ``scaled_dot_product_attention`` attends to the whole sequence of which this rank holds a part.
+
+    For attention that is not ours: the module sees its own tokens, and gives them the right positions itself.
+
+    Args:
+        parallel: the ranks and the method.
+        name: of the module, for errors.
+    """
+
+    def __init__(self, parallel: ContextParallel, name: str) -> None:
+        super().__init__()
+        self.parallel, self.name, self.calls = parallel, name, 0
+
+    def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if func is not F.scaled_dot_product_attention:
+            return func(*args, **(kwargs or {}))
+        self.calls += 1
+        return self._attend(*args, **(kwargs or {}))
+
+    def _attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        why = None
+        if query.ndim != 4 or key.shape[2] != query.shape[2]:
+            why = f"queries {list(query.shape)} and keys {list(key.shape)} are not [B, heads, S, dims] of one sequence"
+        elif dropout_p:
+            why = f"dropout {dropout_p} is not supported"
+        elif attn_mask is not None and not _is_causal(attn_mask, query.shape[2]):
+            why = "its mask is not the plain causal one, and only that is known beyond this rank's tokens"
+        elif attn_mask is None and not is_causal:
+            why = "it is not causal"
+        if why:
+            raise ConfigError(f"context parallelism of {self.name}: {why}. Set context_parallel_degree = 1.")
+        q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+        out = self.parallel.causal(q, k, v, query.shape[-1] ** -0.5 if scale is None else scale)
+        return out.unflatten(2, (query.shape[1], -1)).transpose(1, 2)
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        super().__exit__(kind, error, trace)
+        if kind is None and not self.calls:
+            raise ConfigError(
+                f"context parallelism of {self.name}: it called no scaled_dot_product_attention, so its tokens saw "
+                "those of this rank alone. Use that function (transformers: attn_implementation='sdpa'), or set "
+                "context_parallel_degree = 1."
+            )
+
+
+def _is_causal(mask: Tensor, seq_len: int) -> bool:
+    # The host waits for the answer: modules that pass is_causal instead are faster.
+    if mask.shape[-2:] != (seq_len, seq_len):
+        return False
+    causal = torch.ones(seq_len, seq_len, dtype=torch.bool, device=mask.device).tril()
+    if mask.dtype == torch.bool:
+        return bool((mask == causal).all())
+    return bool(torch.where(causal, mask == 0, mask <= torch.finfo(mask.dtype).min).all())

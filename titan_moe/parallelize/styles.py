@@ -16,15 +16,16 @@ from types import MethodType
 from typing import Any, Literal, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate as Whole, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
+from torch.distributed.tensor import Replicate as Whole
 from torch.distributed.tensor.placement_types import Placement
 
 from titan_moe.errors import ConfigError
 from titan_moe.moe import MoE
 from titan_moe.moe.dispatch import build_dispatcher
+from titan_moe.parallelize.context import ContextParallel, SharedAttention
 from titan_moe.parallelize.crossing import local_parameters, to_dtensor, to_local
 from titan_moe.parallelize.mesh import Meshes
 from titan_moe.parallelize.vocab import embed, head
@@ -247,7 +248,7 @@ class Replicate:
     def apply(self, name: str, module: nn.Module, context: ApplyContext) -> None:
         if context.tp_size == 1:
             return
-        context.distribute(module, context.tp, **dict.fromkeys(module._parameters, [Whole()]))
+        context.distribute(module, context.tp, **{name: [Whole()] for name in module._parameters})
         wrap(module, "forward", lambda m, inner, x: _replicated(m, inner, x, self.output))
 
 
@@ -266,7 +267,7 @@ class Router:
     def apply(self, name: str, module: nn.Module, context: ApplyContext) -> None:
         if context.tp_size == 1:
             return
-        context.distribute(module, context.tp, **dict.fromkeys(module._parameters, [Whole()]))
+        context.distribute(module, context.tp, **{name: [Whole()] for name in module._parameters})
 
         def around(self: nn.Module, inner: Callable, *args: Any, **kwargs: Any) -> Any:
             with local_parameters(self, lambda _: [Partial()]):
@@ -279,6 +280,9 @@ class Router:
 class Attention:
     """An attention block: its own parameters, one per head as sinks are, follow their heads.
 
+    Under context parallelism each rank gives it its own tokens. A block with an attribute ``context_parallel`` is
+    given what stands in for its attention; of any other ``scaled_dot_product_attention`` is caught in its forward.
+
     Args:
         cp: how sequences are shared over the cp axis, ``allgather`` or ``alltoall``; None: as configured.
     """
@@ -287,13 +291,24 @@ class Attention:
 
     def apply(self, name: str, module: nn.Module, context: ApplyContext) -> None:
         if context.tp_size > 1 and any(p is not None for p in module._parameters.values()):
-            context.distribute(module, context.tp, **dict.fromkeys(module._parameters, [Shard(0)]))
+            context.distribute(module, context.tp, **{name: [Shard(0)] for name in module._parameters})
 
             def around(self: nn.Module, inner: Callable, *args: Any, **kwargs: Any) -> Any:
                 with local_parameters(self, as_placed):
                     return inner(*args, **kwargs)
 
             wrap(module, "forward", around)
+        if context.meshes.degrees.cp > 1:
+            parallel = ContextParallel(context.meshes.dense["cp"].get_group(), self.cp or context.cp_method)
+            if hasattr(module, "context_parallel"):
+                module.context_parallel = parallel
+                return
+
+            def shared(self: nn.Module, inner: Callable, *args: Any, **kwargs: Any) -> Any:
+                with SharedAttention(parallel, name):
+                    return inner(*args, **kwargs)
+
+            wrap(module, "forward", shared)
 
 
 @dataclass(frozen=True)
