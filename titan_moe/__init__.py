@@ -9,6 +9,8 @@ _LAZY = {
     "load_hf": "titan_moe.hf",
     "save_hf": "titan_moe.hf",
     "iter_hf_tensors": "titan_moe.hf",
+    "build_meshes": "titan_moe.parallelize",
+    "parallelize": "titan_moe.parallelize",
 }
 _ROOMS = ("models", "moe")
 

@@ -12,7 +12,7 @@ from titan_moe.moe.balance import set_token_weight
 from titan_moe.parallelize import build_meshes, parallelize
 
 VOCAB = 30
-COMMON = {"num_layers": 2, "vocab_size": VOCAB, "dim": 16, "hidden_dim": 12, "num_experts": 5, "top_k": 2}
+COMMON = {"num_layers": 2, "vocab_size": VOCAB, "dim": 16, "hidden_dim": 12, "num_experts": 7, "top_k": 2}
 GQA = {**COMMON, "num_heads": 4, "num_kv_heads": 4, "head_dim": 4, "router_dtype": "float64"}
 MLA = {
     **COMMON,

@@ -3,11 +3,14 @@
 The caller divides by the number of labelled tokens of the global batch, so no layout changes the loss.
 """
 
+import math
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from titan_moe.models.base import shift_within_document
 
@@ -46,14 +49,60 @@ class _CrossEntropySum(torch.autograd.Function):
         return grad_TV.mul_(grad).masked_fill_(ignored_T1, 0).to(logits_TV.dtype), None
 
 
+class _SharedCrossEntropySum(torch.autograd.Function):
+    # Three numbers per token travel: the largest logit, then the sum of exponentials and the label's logit.
+    @staticmethod
+    def forward(ctx, logits_Tv, labels_T, first, vocab, group):
+        ctx.dtype = torch.promote_types(logits_Tv.dtype, torch.float32)
+        wide_Tv = logits_Tv.to(ctx.dtype)
+        T, v = wide_Tv.shape
+        mine_T = (labels_T >= first) & (labels_T < first + v)
+        # Labels of other ranks point at entry 0; those outside the vocabulary at none, which fails.
+        outside_T = (labels_T != IGNORE) & ((labels_T < 0) | (labels_T >= vocab))
+        target_T = (labels_T - first).masked_fill(~mine_T, 0).masked_fill(outside_T, vocab)
+        max_T = wide_Tv.amax(-1) if v else wide_Tv.new_full((T,), -math.inf)
+        dist.all_reduce(max_T, op=dist.ReduceOp.MAX, group=group)
+        sums_2T = wide_Tv.new_zeros(2, T)
+        sums_2T[0] = (wide_Tv - max_T[:, None]).exp_().sum(-1)
+        if v:
+            sums_2T[1] = (wide_Tv.gather(1, target_T[:, None])[:, 0] - max_T).masked_fill(~mine_T, 0)
+        dist.all_reduce(sums_2T, group=group)
+        log_sum_T = sums_2T[0].log()
+        ctx.save_for_backward(logits_Tv, labels_T, max_T + log_sum_T, target_T, mine_T)
+        return (log_sum_T - sums_2T[1]).masked_fill(labels_T == IGNORE, 0).sum()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad):
+        logits_Tv, labels_T, log_sum_T, target_T, mine_T = ctx.saved_tensors
+        grad_Tv = (logits_Tv.to(ctx.dtype) - log_sum_T[:, None]).exp_()
+        if grad_Tv.shape[1]:
+            grad_Tv.scatter_add_(1, target_T[:, None], -mine_T[:, None].to(ctx.dtype))
+        ignored_T1 = (labels_T == IGNORE)[:, None]
+        return grad_Tv.mul_(grad).masked_fill_(ignored_T1, 0).to(logits_Tv.dtype), None, None, None, None
+
+
 def cross_entropy_sum(logits: Tensor, labels: Tensor) -> Tensor:
     """Sum of -log softmax(logits)[label] over labels other than -100, in at least fp32.
 
     Args:
-        logits: ``[..., V]``.
-        labels: ``[...]`` int64.
+        logits: ``[..., V]``; or a DTensor whose vocabulary is shared over one mesh axis, as a vocabulary-parallel head
+            gives: no rank then sees other ranks' logits, and all get the same loss.
+        labels: ``[...]`` int64; the same on all ranks that share the vocabulary.
     """
+    if isinstance(logits, DTensor):
+        return _shared_cross_entropy_sum(logits, labels)
     return _CrossEntropySum.apply(logits.flatten(0, -2), labels.flatten())
+
+
+def _shared_cross_entropy_sum(logits: DTensor, labels: Tensor) -> Tensor:
+    mesh, vocab = logits.device_mesh, logits.ndim - 1
+    assert mesh.ndim == 1 and logits.placements[0].is_shard(vocab), logits.placements
+    local = logits.to_local(grad_placements=logits.placements)
+    # As torch.chunk shares out: the last ranks may have fewer entries, or none.
+    size = logits.shape[-1]
+    first = mesh.get_local_rank() * -(-size // mesh.size())
+    return _SharedCrossEntropySum.apply(local.flatten(0, -2), labels.flatten(), first, size, mesh.get_group())
 
 
 def token_losses(

@@ -58,9 +58,9 @@ DECODER: Plan = {
     "**.mlp.latent_up": Replicate(),
 }
 
-PLANS: dict[str, Plan] = {
-    family: DECODER for family in ("qwen3_moe", "deepseek_v3", "kimi_k2", "mixtral", "gpt_oss", "glm4_moe")
-}
+PLANS: dict[str, Plan] = dict.fromkeys(
+    ("qwen3_moe", "deepseek_v3", "kimi_k2", "mixtral", "gpt_oss", "glm4_moe"), DECODER
+)
 """By model family."""
 
 
