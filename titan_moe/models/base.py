@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from titan_moe.errors import ConfigError, nearest
 from titan_moe.models.attention import ForwardContext, attention_mask, mask_kind
-from titan_moe.models.layers import DecoderLayer, MTPBlock
+from titan_moe.models.layers import DecoderLayer, MTPBlock, TokenEmbedding
 from titan_moe.models.norm import RMSNorm
 from titan_moe.models.rope import Rotary, check_scaling
 from titan_moe.moe import MoEConfig
@@ -138,14 +138,19 @@ def override_config(config: ModelConfig, override: dict[str, Any]) -> ModelConfi
 class Decoder(nn.Module):
     """A decoder-only language model; families choose the attention.
 
-    Parameters are left uninitialised: see ``titan_moe.models.init``. A part that is None is skipped in the forward
-    pass, so that a pipeline stage can hold some of them.
+    Parameters are left uninitialised: see ``titan_moe.models.init``. A part that is None or missing is skipped in the
+    forward pass, so that a pipeline stage can hold some of them.
+
+    Attributes:
+        has_head: False in a pipeline stage that passes its hidden states on.
+        depths_before: MTP depths that earlier pipeline stages compute.
     """
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.dim)
+        self.has_head, self.depths_before = True, 0
+        self.embed_tokens = TokenEmbedding(config.vocab_size, config.dim)
         # Keyed by name, so that names stay global where only some layers are present.
         self.layers = nn.ModuleDict(
             {
@@ -173,7 +178,7 @@ class Decoder(nn.Module):
         """Logits of the next token.
 
         Args:
-            input_ids_BS: int64 tokens.
+            input_ids_BS: int64 tokens; in a pipeline stage after the first what the stage before it returned.
             document_ids: ``[B, S]``; positions attend only to earlier ones with an equal id. None: one document.
             valid: ``[B, S]`` bool; padding (False) is left out of losses, counts and capacity of the MoE layers.
             positions: ``[S]`` int64, where these tokens stand in the sequence that ranks share under context
@@ -183,24 +188,25 @@ class Decoder(nn.Module):
 
         Returns:
             ``logits [B, S, V]``; in training with ``mtp_depth`` D > 0 the tuple ``(logits, mtp_1, ..., mtp_D)``,
-            where ``mtp_d[:, t]`` predicts token t + 1 + d.
+            where ``mtp_d[:, t]`` predicts token t + 1 + d. Without a head: the hidden states, in training followed
+            by those of the d MTP depths so far, ``[(1 + d) * B, S, D]``.
 
         Raises:
             ConfigError: when the sequence exceeds ``config.max_seq_len``, or positions and context parallelism do
                 not come together.
         """
-        hidden_BSD = input_ids_BS if self.embed_tokens is None else self.embed_tokens(input_ids_BS)
-        context = self.context(hidden_BSD, document_ids, valid, positions)
+        x_BSD = input_ids_BS if input_ids_BS.is_floating_point() else self.embed_tokens(input_ids_BS)
+        # The main hidden state, then one per MTP depth.
+        hidden = list(x_BSD.chunk(1 + self.depths_before)) if self.training and self.depths_before else [x_BSD]
+        context = self.context(hidden[0], document_ids, valid, positions)
         for layer in self.layers.values():
-            hidden_BSD = layer(hidden_BSD, context)
-        if self.norm is None:
-            return hidden_BSD
-        hidden_BSD = self.norm(hidden_BSD)
-        logits_BSV = self.logits(hidden_BSD)
-        if not (self.training and self.mtp):
-            return logits_BSV
-        outputs = [logits_BSV]
-        for depth, block in enumerate(self.mtp.values(), start=1):
+            hidden[0] = layer(hidden[0], context)
+        if self.norm is not None:
+            hidden[0] = self.norm(hidden[0])
+        for key, block in self.mtp.items() if self.training else ():
+            depth = int(key) + 1
+            if block.layer is None:
+                continue
             if mtp_input_ids is None:
                 ids_BS, inside_BS = shift_within_document(input_ids_BS, depth, document_ids)
             else:
@@ -210,9 +216,14 @@ class Decoder(nn.Module):
             # Positions without a token to look at have no label either, so they are padding to the MoE layer.
             of_depth = inside_BS if valid is None else inside_BS & valid
             shifted = ForwardContext(context.cos, context.sin, of_depth, context.masks)
-            hidden_BSD = block(hidden_BSD, embedded_BSD, shifted)
-            outputs.append(self.logits(hidden_BSD) if block.lm_head is None else block.lm_head(hidden_BSD))
-        return tuple(outputs)
+            hidden.append(block(hidden[-1], embedded_BSD, shifted))
+        if not self.has_head:
+            return torch.cat(hidden) if len(hidden) > 1 else hidden[0]
+        outputs = [self.logits(hidden[0])]
+        for depth, hidden_BSD in enumerate(hidden[1:]):
+            own = self.mtp[str(depth)].lm_head if self.config.mtp_own_embeddings else None
+            outputs.append((own or self.logits)(hidden_BSD))
+        return tuple(outputs) if len(outputs) > 1 else outputs[0]
 
     def context(
         self,
@@ -222,7 +233,7 @@ class Decoder(nn.Module):
         positions: Tensor | None = None,
     ) -> ForwardContext:
         """Rotary tables and masks for one forward pass."""
-        blocks = [*self.layers.values(), *(block.layer for block in self.mtp.values())]
+        blocks = [*self.layers.values(), *(block.layer for block in self.mtp.values() if block.layer)]
         attentions = {mask_kind(block.self_attn): block.self_attn for block in blocks}
         parallel = next((attention.context_parallel for attention in attentions.values()), None)
         if attentions and (parallel is None) != (positions is None):
@@ -257,7 +268,7 @@ class Decoder(nn.Module):
     def logits(self, hidden_BSD: Tensor) -> Tensor:
         """The head, which a tied model shares with its embedding."""
         if self.lm_head is None:
-            return nn.functional.linear(hidden_BSD, self.embed_tokens.weight)
+            return self.embed_tokens.as_head(hidden_BSD)
         return self.lm_head(hidden_BSD)
 
 

@@ -1,8 +1,9 @@
 """The flexible pipeline layout (report section 7.5): which layers each pipeline stage holds, as a string.
 
 ``E`` embedding, ``t`` decoder layer, ``m`` MTP layer, ``L`` head and loss; ``|`` ends a stage; ``x*n`` repeats a
-letter and ``(...)*n`` a group. Stage ``s`` of ``pp * vpp`` runs on pipeline rank ``s % pp`` as its chunk
-``s // pp``.
+letter and ``(...)*n`` a group. The stages are numbered as written. Stage ``s`` of ``pp * vpp`` is chunk ``s // pp``
+of pipeline rank ``s % pp``; under the schedules that fold the pipeline into a V, odd chunks run backwards, so that
+rank r holds stages r and ``2 * pp - 1 - r``.
 """
 
 import re
@@ -100,3 +101,39 @@ def default_layout(*, num_layers: int, mtp_depth: int, pp: int, vpp: int) -> str
         parts.append(body[at : at + size])
         at += size
     return "E" + "|".join(parts)
+
+
+def rank_of_stage(stage: int, pp: int, *, v_shaped: bool = False) -> int:
+    """The pipeline rank that holds ``stage``."""
+    chunk, place = divmod(stage, pp)
+    return pp - 1 - place if v_shaped and chunk % 2 else place
+
+
+def stages_of_rank(rank: int, pp: int, vpp: int, *, v_shaped: bool = False) -> list[int]:
+    """The stages of one pipeline rank, in the order of the model."""
+    return [stage for stage in range(pp * vpp) if rank_of_stage(stage, pp, v_shaped=v_shaped) == rank]
+
+
+def draw_layout(stages: list[Stage], pp: int, vpp: int, *, v_shaped: bool = False) -> str:
+    """A plain text table: one row per pipeline rank, one column per chunk, with what each stage holds."""
+    rows = [["", *(f"chunk {chunk}" for chunk in range(vpp))]]
+    for rank in range(pp):
+        held = stages_of_rank(rank, pp, vpp, v_shaped=v_shaped)
+        rows.append([f"pp rank {rank}", *(f"stage {index}: {describe_stage(stages[index])}" for index in held)])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    )
+
+
+def describe_stage(stage: Stage) -> str:
+    """What a stage holds in words, such as ``embedding, layers 0-2``."""
+    parts = ["embedding"] if stage.embedding else []
+    for name, held in (("layer", stage.layers), ("MTP layer", stage.mtp)):
+        if len(held) == 1:
+            parts.append(f"{name} {held[0]}")
+        elif held:
+            parts.append(f"{name}s {held[0]}-{held[-1]}")
+    if stage.head:
+        parts.append("head")
+    return ", ".join(parts) or "nothing"
