@@ -1,6 +1,9 @@
 """One MoE layer over several ranks against the same layer in one process: everything, on every rank."""
 
 import copy
+import importlib
+import sys
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -9,7 +12,15 @@ from titan_moe.moe import MoE, MoEConfig
 from titan_moe.moe.dispatch import build_dispatcher, expert_range
 
 SIZES = {"dim": 6, "hidden_dim": 8, "num_experts": 8, "top_k": 2}
-DISPATCHERS = ["allgather", "alltoall"]
+DISPATCHERS = ["allgather", "alltoall", "deepep", "hybridep"]
+
+
+def use_double():
+    """Put the double of ``deep_ep`` where the package would be, in this process."""
+    path = str(Path(__file__).parents[1] / "doubles")
+    if path not in sys.path:
+        sys.path.insert(0, path)
+    return importlib.import_module("deep_ep")
 
 
 def build(dtype=torch.float64, **overrides):
@@ -39,6 +50,8 @@ def expert_slice(tensor, name, ep, etp, rank):
 
 def spread(layer, dispatcher, etp=1, group=None, **options):
     """A copy of ``layer`` whose experts are this rank's part."""
+    if dispatcher in ("deepep", "hybridep"):
+        use_double()
     group = group or dist.group.WORLD
     rank, ep = dist.get_rank(group), dist.get_world_size(group) // etp
     local = copy.deepcopy(layer)

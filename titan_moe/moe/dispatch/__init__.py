@@ -6,23 +6,29 @@ from titan_moe.errors import ConfigError, nearest
 from titan_moe.moe.dispatch.allgather import AllGatherDispatcher
 from titan_moe.moe.dispatch.alltoall import AllToAllDispatcher
 from titan_moe.moe.dispatch.base import Dispatched, Dispatcher, GroupDispatcher, expert_range
+from titan_moe.moe.dispatch.flex import DeepEPDispatcher, HybridEPDispatcher, load_deep_ep
 from titan_moe.moe.dispatch.local import LocalDispatcher
 
 __all__ = [
     "GROUP_DISPATCHERS",
     "AllGatherDispatcher",
     "AllToAllDispatcher",
+    "DeepEPDispatcher",
     "Dispatched",
     "Dispatcher",
     "GroupDispatcher",
+    "HybridEPDispatcher",
     "LocalDispatcher",
     "build_dispatcher",
     "expert_range",
+    "load_deep_ep",
 ]
 
 GROUP_DISPATCHERS: dict[str, type[GroupDispatcher]] = {
     "allgather": AllGatherDispatcher,
     "alltoall": AllToAllDispatcher,
+    "deepep": DeepEPDispatcher,
+    "hybridep": HybridEPDispatcher,
 }
 
 
@@ -39,7 +45,7 @@ def build_dispatcher(
         options: the back end's own.
 
     Raises:
-        ConfigError: an unknown name, or ``local`` with experts on several ranks.
+        ConfigError: an unknown name, ``local`` with experts on several ranks, or a package that is missing.
     """
     if name != "local" and name not in GROUP_DISPATCHERS:
         raise ConfigError(f"moe.dispatcher = {name!r} is not known.{nearest(name, ['local', *GROUP_DISPATCHERS])}")

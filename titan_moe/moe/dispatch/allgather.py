@@ -43,7 +43,7 @@ class AllGatherDispatcher(GroupDispatcher):
         self.host_syncs = 0 if equal_tokens else 1
 
     def dispatch_preprocess(self, x_TD: Tensor, routing: Routing) -> Dispatched:
-        T, K = routing.expert_ids_TK.shape
+        T = x_TD.shape[0]
         size, most = dist.get_world_size(self.group), T
         if self.equal_tokens:
             max_rows = size * min(T * (self.last - self.first), routing.max_rows)
