@@ -10,7 +10,7 @@ import torch.distributed as dist
 from titan_moe import models
 from titan_moe.config.job import Parallelism
 from titan_moe.errors import ConfigError
-from titan_moe.models.attention import attention_mask
+from titan_moe.models.attention import attend, attention_mask
 from titan_moe.models.loss import IGNORE, token_losses
 from titan_moe.models.rope import Rotary
 from titan_moe.moe.balance import set_token_weight
@@ -185,6 +185,41 @@ def test_fault_06_router_gradients_with_aux_and_z_losses_under_cp_and_tp(run_ran
             assert len(errors) > 15 and all(error < 1e-10 for error in errors.values()), (family, worst)
 
 
+def gathered_shapes():
+    """Shapes that all-gathers of latent attention receive, one layer after the other."""
+    meshes = build_meshes(Parallelism(context_parallel_degree=2))
+    model = parallelize(build("deepseek_v3", mtp_depth=0), meshes, fsdp=False).eval()
+    part = shard_sequence(whole_batch(False), meshes.dense["cp"].get_local_rank(), 2)
+    shapes, inner = [], dist.all_gather_into_tensor
+
+    def spy(out, *args, **kwargs):
+        shapes.append(tuple(out.shape))
+        return inner(out, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "all_gather_into_tensor", spy)
+        model(part["input_ids"], positions=part["positions"])
+    return shapes
+
+
+def test_latent_attention_gathers_latents_not_heads(run_ranks):
+    # 2 ranks x 4 sequences, 16 tokens of each, 12 latent and 4 rotary dims; the heads have 4 x (12 + 10).
+    assert run_ranks(2, gathered_shapes) == [[(8, 16, 16)] * 2] * 2
+
+
+@pytest.mark.parametrize("G", [1, 4])
+def test_a_run_of_queries_sees_the_keys_up_to_its_end_without_a_mask(G):
+    # What CUDA does; there no mask is made.
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(2, 24, 4, 8, generator=generator, dtype=torch.float64)
+    k, v = (torch.randn(2, 24, G, 8, generator=generator, dtype=torch.float64) for _ in range(2))
+    want = attend(q, k, v, None, 0.3)
+    for rank in range(3):
+        positions = local_positions(24, rank, 3)
+        got = attend(q[:, positions], k, v, None, 0.3, runs=[(rank * 4, 4), ((5 - rank) * 4, 4)])
+        torch.testing.assert_close(got, want[:, positions], rtol=0, atol=1e-14)
+
+
 @pytest.mark.parametrize("documents", [False, True])
 @pytest.mark.parametrize("window", [None, 5])
 def test_masks_and_tables_of_local_positions_are_rows_of_the_whole_ones(documents, window):
@@ -235,7 +270,10 @@ def test_shards_hold_the_first_and_last_chunk_and_the_tokens_ahead():
         ({"seq_len": 100, "cp": 4}, r"seq_len = 100 .* = 8.* 96 or 104"),
         ({"seq_len": 3, "cp": 2}, r"Nearest legal: 4\."),
         ({"seq_len": 64, "cp": 4, "method": "ring"}, "'ring'.* allgather, alltoall"),
-        ({"seq_len": 64, "cp": 4, "method": "alltoall", "num_heads": 12, "tp": 2}, "4 x tensor.*.*: 2 or 3; 'allgather'"),
+        (
+            {"seq_len": 64, "cp": 4, "method": "alltoall", "num_heads": 12, "tp": 2},
+            "4 x tensor.*.*: 2 or 3; 'allgather'",
+        ),
     ],
 )
 def test_layouts_that_do_not_divide_are_refused(arguments, message):

@@ -160,6 +160,9 @@ class ContextAttention(Protocol):
     def queries(self, positions_S: Tensor) -> Tensor | None:
         """Positions of the queries that this rank attends for, given its own; None: the whole sequence."""
 
+    def latent(self, latent_BSX: Tensor) -> Tensor:
+        """What keys and values are made from, of all tokens where that is cheaper to send than they are."""
+
     def __call__(
         self,
         q_BSHK: Tensor,
@@ -267,7 +270,11 @@ class LatentAttention(nn.Module):
         q = rotate(q, cos, sin, start=self.nope_dim, interleaved=self.interleaved)
         latent, k_rope = self.kv_a_proj_with_mqa(x_BSD).split((self.kv_lora_rank, self.rope_dim), dim=-1)
         k_rope = rotate(k_rope[:, :, None], cos[..., self.nope_dim :], sin, interleaved=self.interleaved)
-        kv = self.kv_b_proj(self.kv_a_layernorm(latent)).unflatten(-1, (-1, self.nope_dim + self.v_dim))
+        latent = self.kv_a_layernorm(latent)
+        if self.context_parallel is not None:
+            whole = self.context_parallel.latent(torch.cat((latent, k_rope[:, :, 0]), dim=-1))
+            latent, k_rope = whole[..., : self.kv_lora_rank], whole[:, :, None, self.kv_lora_rank :]
+        kv = self.kv_b_proj(latent).unflatten(-1, (-1, self.nope_dim + self.v_dim))
         k_nope, v = kv.split((self.nope_dim, self.v_dim), dim=-1)
         k = torch.cat((k_nope, k_rope.expand(-1, -1, k_nope.shape[2], -1)), dim=-1)
         softmax = self.context_parallel or attend

@@ -167,6 +167,10 @@ class ContextParallel:
         """Positions of the queries that this rank attends for; None: all."""
         return positions_S if self.method == "allgather" else None
 
+    def latent(self, latent_BSX: Tensor) -> Tensor:
+        """Of the whole sequence with ``allgather``, which then leaves keys and values as they are; else unchanged."""
+        return _whole(_Gather.apply(latent_BSX, self.group)) if self.method == "allgather" else latent_BSX
+
     def __call__(
         self,
         q_BSHK: Tensor,
@@ -188,12 +192,13 @@ class ContextParallel:
         return self(q_BSHK, k_BSGK, v_BSGV, mask, scale)
 
     def _gathered(self, q_BSHK, k_BSGK, v_BSGV, mask, scale, sinks_H) -> Tensor:
-        S, (G, K), V = k_BSGK.shape[1], k_BSGK.shape[2:], v_BSGV.shape[3]
-        kv = _whole(_Gather.apply(torch.cat((k_BSGK, v_BSGV), dim=-1).flatten(2), self.group))
-        k, v = kv.unflatten(2, (G, K + V)).split((K, V), dim=-1)
+        S, (G, K), V = q_BSHK.shape[1], k_BSGK.shape[2:], v_BSGV.shape[3]
+        if k_BSGK.shape[1] == S:
+            kv = _whole(_Gather.apply(torch.cat((k_BSGK, v_BSGV), dim=-1).flatten(2), self.group))
+            k_BSGK, v_BSGV = kv.unflatten(2, (G, K + V)).split((K, V), dim=-1)
         chunk = S // 2
         runs = [(self.rank * chunk, chunk), ((2 * self.size - 1 - self.rank) * chunk, chunk)]
-        return attend(q_BSHK, k, v, mask, scale, sinks_H, runs)
+        return attend(q_BSHK, k_BSGK, v_BSGV, mask, scale, sinks_H, runs)
 
     def _exchanged(self, q_BSHK, k_BSGK, v_BSGV, mask, scale, sinks_H) -> Tensor:
         n = self.size
