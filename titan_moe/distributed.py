@@ -65,7 +65,9 @@ def make_mesh(device_type: str, sizes: Sequence[int], names: Sequence[str]) -> D
 def timeout_seconds(group: dist.ProcessGroup | None = None) -> float:
     """Timeout of a group (default: the world), in seconds."""
     group = group or dist.group.WORLD
-    return group._get_backend(group._device_types[0]).options._timeout.total_seconds()
+    options = group._get_backend(group._device_types[0]).options
+    # The fake backend, whose collectives do nothing, has no options.
+    return distributed_c10d.default_pg_timeout.total_seconds() if options is None else options._timeout.total_seconds()
 
 
 def all_groups() -> list[dist.ProcessGroup]:
@@ -75,7 +77,7 @@ def all_groups() -> list[dist.ProcessGroup]:
 
 def set_timeout(seconds: float) -> None:
     """Set the timeout of every existing group. Call it again after creating one; does nothing without a group."""
-    if is_distributed():
+    if is_distributed() and dist.get_backend() != "fake":
         for group in all_groups():
             distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
 

@@ -140,8 +140,7 @@ def fold(net, meshes: Meshes):
             _place(block.up, "weight", tp, [Shard(0)])
             _place(block.down, "weight", tp, [Shard(1)])
             _place(block.gate, "weight", tp, [Replicate()])
-        group = meshes.world.get_group() if inner.size() == dist.get_world_size() else inner._flatten().get_group()
-        block.experts.group = group
+        block.experts.group = meshes.dispatch.get_group()
         _place(block.experts, "w1", inner, [Shard(0), Shard(1)])
         _place(block.experts, "w2", inner, [Shard(0), Shard(2)])
         block.experts.first = local_box(block.experts.w1)[0][0]

@@ -164,7 +164,7 @@ def test_experts_are_gathered_only_inside_their_edp_shard_group(run_ranks):
 
 
 def test_experts_are_gathered_before_the_attention_that_hides_it(run_ranks):
-    for issued, elements, expert_ranks, _ in run_ranks(8, collectives, {"tp": 2, "ep": 4}):
+    for issued, _, expert_ranks, _ in run_ranks(8, collectives, {"tp": 2, "ep": 4}):
         events = [
             name if not ranks else "experts"
             for name, ranks, _ in issued

@@ -107,7 +107,11 @@ def resolve_degrees(config: Parallelism, world_size: int) -> Degrees:
         dps = stage // fixed
     dense = {"pp": pp, "dp_replicate": dpr, "dp_shard": dps, "cp": cp, "tp": tp}
     if prod(dense.values()) != world_size:
-        fitting = f"data_parallel_shard_degree = {stage // fixed}, or -1" if stage % fixed == 0 else "-1 after mending the others"
+        fitting = (
+            f"data_parallel_shard_degree = {stage // fixed}, or -1"
+            if stage % fixed == 0
+            else "-1 after mending the others"
+        )
         raise ConfigError(
             f"dense layout {_product(dense)}, but there are {world_size} processes. "
             f"Set NGPU = {prod(dense.values())}, or {fitting}."
@@ -123,3 +127,44 @@ def resolve_degrees(config: Parallelism, world_size: int) -> Degrees:
     # The same outermost blocks of ranks replicate both kinds of parameters, as far as the expert mesh allows.
     edpr = gcd(dpr, edp)
     return Degrees(pp, dpr, dps, cp, tp, edpr, edp // edpr, ep, etp)
+
+
+def check_experts(num_experts: int, degrees: Degrees) -> None:
+    """Refuses expert parallelism that leaves a process without experts: FSDP cannot shard what is not there.
+
+    Experts need not divide evenly: ep rank r holds the r-th of equal pieces, the last one shorter.
+
+    Raises:
+        ConfigError: with the legal degrees.
+    """
+    ep = degrees.ep
+    if _every_rank_has_one(num_experts, ep):
+        return
+    per_rank = -(-num_experts // ep)
+    filled = -(-num_experts // per_rank)
+    inner = degrees.edp_replicate * degrees.edp_shard * ep
+    legal = [d for d in divisors(inner) if _every_rank_has_one(num_experts, d)]
+    raise ConfigError(
+        f"parallelism.expert_parallel_degree = {ep} with {num_experts} experts: pieces of {per_rank} fill {filled} "
+        f"processes and leave {ep - filled} without experts. Legal expert_parallel_degree here: "
+        f"{', '.join(map(str, legal))}."
+    )
+
+
+def _every_rank_has_one(num_experts: int, ep: int) -> bool:
+    return -(-num_experts // ep) * (ep - 1) < num_experts
+
+
+def reshard_after_forward(config: Parallelism) -> bool:
+    """Whether FSDP frees gathered parameters after the forward pass.
+
+    Raises:
+        ConfigError: it is asked for under pipeline parallelism, where gradients would be silently wrong.
+    """
+    choice, pp = config.fsdp_reshard_after_forward, config.pipeline_parallel_degree
+    if choice == "always" and pp > 1:
+        raise ConfigError(
+            f"parallelism.fsdp_reshard_after_forward = 'always' with pipeline_parallel_degree = {pp}: schedules that "
+            "split the backward pass would get wrong gradients. Use 'default' or 'never'."
+        )
+    return choice != "never" and pp == 1

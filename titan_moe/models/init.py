@@ -12,7 +12,8 @@ from math import prod
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from titan_moe.distributed import local_box
 
 BLOCK = 65_536
 """Elements per generator."""
@@ -61,7 +62,7 @@ def _fill_box(out: Tensor, blocks: _Blocks, start: int, shape: Sequence[int], of
     else:
         # Short rows, of which the box has a part: draw several whole rows, keep that part.
         inner = tuple(slice(o, o + s) for o, s in zip(offsets[1:], sizes[1:], strict=True))
-        step = max(1, 4 * BLOCK // row)
+        step = BLOCK // row
         for first in range(0, sizes[0], step):
             rows = min(step, sizes[0] - first)
             whole = torch.empty(rows * row, dtype=torch.float32, device="cpu")
@@ -93,7 +94,8 @@ def draw_box(
 def init_parameters(model: nn.Module, seed: int) -> None:
     """Fills every parameter and buffer of ``model`` in place: norms 1, biases, sinks and buffers 0, the rest normal.
 
-    Works after ``to_empty``, and on DTensor parameters, of which each rank draws its own part.
+    Works after ``to_empty``, and on DTensor parameters, of which each rank draws its own part, however it is cut. A
+    rank draws only the blocks that its part touches and holds two of them at a time. No communication.
 
     Args:
         model: a model with ``config.init_std``, on any device but meta.
@@ -102,10 +104,11 @@ def init_parameters(model: nn.Module, seed: int) -> None:
     std = model.config.init_std
     for prefix, module in model.named_modules():
         for local_name, parameter in module.named_parameters(recurse=False):
+            local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
             if isinstance(module, nn.RMSNorm):
-                parameter.fill_(1.0)
+                local.fill_(1.0)
             elif local_name in _ZERO:
-                parameter.zero_()
+                local.zero_()
             else:
                 name = f"{prefix}.{local_name}"
                 for wrapper in _WRAPPERS:
@@ -119,9 +122,15 @@ def _init_normal(parameter: Tensor, name: str, seed: int, std: float) -> None:
     local, sizes, offsets = parameter, tuple(parameter.shape), (0,) * parameter.ndim
     if isinstance(parameter, DTensor):
         local = parameter.to_local()
-        sizes, offsets = compute_local_shape_and_global_offset(
-            parameter.shape, parameter.device_mesh, parameter.placements
-        )
-    assert tuple(sizes) == tuple(local.shape), f"{name}: box {tuple(sizes)} is not the local {tuple(local.shape)}"
+        offsets, sizes = local_box(parameter)
     assert local.device.type != "meta", f"{name} is on meta: call to_empty first"
-    local.copy_(draw_box(name, tuple(parameter.shape), offsets, sizes, seed, std))
+    # FSDP gives a rank without a part an empty tensor of no particular shape.
+    assert sizes == tuple(local.shape) or 0 in sizes and not local.numel(), (
+        f"{name}: box {sizes} is not the local {tuple(local.shape)}"
+    )
+    if local.numel():
+        # Block by block into place: no second copy of a part that may be most of this rank's memory.
+        out = local.contiguous()
+        _fill_box(out, _Blocks(name, parameter.numel(), seed, std), 0, list(parameter.shape) or [1], offsets or [0])
+        if out is not local:
+            local.copy_(out)
