@@ -13,7 +13,6 @@ from collections.abc import Mapping
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage, schedules
 from torch.distributed.tensor import Replicate, Shard
@@ -22,9 +21,10 @@ from titan_moe.config.job import Parallelism
 from titan_moe.errors import TrainingError
 from titan_moe.models import Decoder, Losses, ModelConfig, token_losses
 from titan_moe.models.base import shift_within_document
-from titan_moe.moe.balance import balances, set_token_weight
+from titan_moe.moe.balance import balances, finish_step, set_token_weight
 from titan_moe.parallelize.crossing import to_dtensor, to_local
 from titan_moe.parallelize.layout import rank_of_stage
+from titan_moe.parallelize.mesh import Meshes
 from titan_moe.parallelize.stages import (
     ONE_STAGE,
     V_SHAPED,
@@ -47,6 +47,8 @@ Batch = Mapping[str, Tensor]
 # What a stage's forward takes besides its input, and what belongs to all sequences alike.
 _FORWARD = ("document_ids", "valid", "positions", "mtp_input_ids")
 _OF_ALL = ("positions",)
+# What a report on MoE layers says of each layer besides its counts.
+_SCALARS = ("routed_L", "dropped_L", "aux_loss_L", "z_loss_L", "bias_min_L", "bias_max_L")
 
 
 class Pipeline:
@@ -60,20 +62,19 @@ class Pipeline:
         self,
         modules: Mapping[int, Decoder],
         parallelism: Parallelism,
-        group: dist.ProcessGroup,
+        meshes: Meshes,
         *,
         device: torch.device,
         dtype: torch.dtype,
-        stream: tuple[DeviceMesh, Shard | Replicate] | None = None,
     ) -> None:
         """
         Args:
-            modules: the stages of this rank, from ``split_model``, ready to compute.
+            modules: the stages of this rank, from ``split_model``, ready to compute. FSDP must not reshard after
+                forward, and the stage itself must be an FSDP module, or what is in no block is never reduced.
             parallelism: the run's.
-            group: the pp axis.
+            meshes: of the world.
             device: where the modules are.
             dtype: of the hidden states between stages, the compute dtype.
-            stream: the tp mesh and the placement of the hidden states on it where they are DTensors.
         """
         self.by_index = dict(modules)
         self.modules = list(modules.values())
@@ -81,8 +82,13 @@ class Pipeline:
         self.layout = pipeline_stages(parallelism, self.model_config)
         self.name = parallelism.pipeline_parallel_schedule
         self.microbatch_size = parallelism.pipeline_parallel_microbatch_size
-        self.group, self.pp, self.rank = group, dist.get_world_size(group), dist.get_rank(group)
-        self.device, self.dtype, self.stream = device, dtype, stream
+        self.meshes, self.group = meshes, meshes.dense.get_group("pp")
+        self.pp, self.rank = meshes.degrees.pp, dist.get_rank(self.group)
+        self.device, self.dtype = device, dtype
+        # Where the hidden states are DTensors: their mesh and placement.
+        self.stream = None
+        if meshes.degrees.tp > 1:
+            self.stream = meshes.dense["tp"], Shard(1) if parallelism.enable_sequence_parallel else Replicate()
         v_shaped = self.name in V_SHAPED
         self.rank_of = [rank_of_stage(i, self.pp, v_shaped=v_shaped) for i in range(len(self.layout))]
         assert list(self.by_index) == [i for i, rank in enumerate(self.rank_of) if rank == self.rank]
@@ -233,6 +239,42 @@ class Pipeline:
     def micro_batch(self, number: int) -> Batch:
         """One micro-batch of the step that is running."""
         return self._micro[number]
+
+    @torch.no_grad()
+    def finish_step(self, *, update_bias: bool = True) -> dict[str, list[str] | Tensor]:
+        """``titan_moe.moe.balance.finish_step`` for all stages: counts are summed over the ranks of each stage.
+
+        Returns:
+            its report for the MoE layers of the whole model, in the order of the model, on every rank.
+        """
+        reports = [finish_step(module, self._sum_over_stage, update_bias=update_bias) for module in self.modules]
+        names_of = [moe_layer_names(self.model_config, stage) for stage in self.layout]
+        per_rank = [
+            [name for names, owner in zip(names_of, self.rank_of, strict=True) if owner == rank for name in names]
+            for rank in range(self.pp)
+        ]
+        # Ranks hold different numbers of layers, but gather equally many rows.
+        E, rows = self.model_config.moe.num_experts, max(map(len, per_rank))
+        mine = torch.zeros(rows, E + len(_SCALARS), dtype=torch.float64, device=self.device)
+        filled = 0
+        for report in reports:
+            count = len(report["names"])
+            if count:
+                scalars = [report[key].double()[:, None] for key in _SCALARS]
+                mine[filled : filled + count] = torch.cat((report["counts_LE"].double(), *scalars), dim=1)
+            filled += count
+        everyones = mine.new_empty(self.pp * rows, mine.shape[1])
+        dist.all_gather_into_tensor(everyones, mine, group=self.group)
+        place = {name: rank * rows + row for rank, names in enumerate(per_rank) for row, name in enumerate(names)}
+        ordered = [name for names in names_of for name in names]
+        packed = everyones[[place[name] for name in ordered]]
+        whole = {key: packed[:, E + i].to(reports[0][key].dtype) for i, key in enumerate(_SCALARS)}
+        experts = torch.full((len(ordered),), E, dtype=torch.int64)
+        return {"names": ordered, "counts_LE": packed[:, :E].long(), "num_experts_L": experts, **whole}
+
+    def _sum_over_stage(self, x: Tensor) -> Tensor:
+        dist.all_reduce(x, group=self.meshes.stage.get_group())
+        return x
 
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> Tensor:
