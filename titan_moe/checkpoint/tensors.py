@@ -14,11 +14,13 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import metadata as dcp_metadata
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.planner import LoadPlan
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.planner import LoadPlan, SavePlan
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from titan_moe.checkpoint.state import local_elements
-from titan_moe.distributed import rank, world_size
+from titan_moe.distributed import local_box, rank, world_size
 from titan_moe.errors import CheckpointError
 
 METADATA = ".metadata"
@@ -50,7 +52,7 @@ def write_tensors(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            dcp.save(tensors, storage_writer=_Writer(folder), no_dist=world_size() == 1)
+            dcp.save(tensors, storage_writer=_Writer(folder), planner=_SavePlanner(), no_dist=world_size() == 1)
     except CheckpointException as error:
         raise CheckpointError(f"writing {folder} failed: {_first_failure(error)}") from error
 
@@ -95,9 +97,38 @@ class _Writer(dcp.FileSystemWriter):
         return dcp_metadata.StorageMeta()
 
 
+class _SavePlanner(DefaultSavePlanner):
+    def create_local_plan(self) -> SavePlan:
+        """The default plan, after checking that it puts every part where it belongs."""
+        _check_places(self.state_dict)
+        return super().create_local_plan()
+
+
+def _check_places(tensors: dict[str, Any]) -> None:
+    """Refuses what DCP would write to, or read from, the wrong place: uneven pieces of uneven pieces.
+
+    Raises:
+        CheckpointError: torch's own idea of this rank's part is not where the part lies.
+    """
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, DTensor):
+            continue
+        mesh, place = tensor.device_mesh, local_box(tensor)
+        sizes, offsets = compute_local_shape_and_global_offset(tensor.shape, mesh, tensor.placements)
+        elements = math.prod(place[1])
+        fits = math.prod(sizes) == elements and (elements == 0 or (offsets, sizes) == place)
+        if not fits or elements != local_elements(tensor):
+            axes = " x ".join(f"{axis} {size}" for axis, size in zip(mesh.mesh_dim_names, mesh.shape, strict=True))
+            raise CheckpointError(
+                f"{name} of shape {list(tensor.shape)} is cut unevenly over {axes} and cannot be saved or loaded yet: "
+                "choose degrees that divide its dims, such as an expert_parallel_degree that divides num_experts"
+            )
+
+
 class _Planner(DefaultLoadPlanner):
     def create_local_plan(self) -> LoadPlan:
         """The default plan, after checking that it fills every element this rank holds."""
+        _check_places(self.original_state_dict)
         plan = super().create_local_plan()
         planned: dict[str, int] = {}
         for item in plan.items:

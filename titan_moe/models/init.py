@@ -125,7 +125,7 @@ def _init_normal(parameter: Tensor, name: str, seed: int, std: float) -> None:
         offsets, sizes = local_box(parameter)
     assert local.device.type != "meta", f"{name} is on meta: call to_empty first"
     # FSDP gives a rank without a part an empty tensor of no particular shape.
-    assert sizes == tuple(local.shape) or 0 in sizes and not local.numel(), (
+    assert sizes == tuple(local.shape) or (0 in sizes and not local.numel()), (
         f"{name}: box {sizes} is not the local {tuple(local.shape)}"
     )
     if local.numel():
