@@ -36,7 +36,7 @@ def refused(folder, degrees, experts):
 
 
 def load_refused(folder, degrees, experts):
-    with pytest.raises(CheckpointError, match="experts.w1"):
+    with pytest.raises(CheckpointError, match=r"experts\.w1"):
         Checkpointer(folder).load(sharded(degrees, experts))
 
 
