@@ -16,6 +16,7 @@ from titan_moe.models.rope import Rotary
 from titan_moe.moe.balance import set_token_weight
 from titan_moe.parallelize import build_meshes, parallelize
 from titan_moe.parallelize.context import ContextParallel, check_context, local_positions, shard_sequence
+from titan_moe.plugins.recompute import recompute_layers
 
 TINY = {"dim": 32, "num_layers": 2, "hidden_dim": 16, "vocab_size": 40, "init_std": 0.3, "z_loss_coef": 0.01}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
@@ -144,7 +145,7 @@ def test_fault_12_mtp_under_cp2_has_the_gradients_of_cp1(run_ranks):
         check(run_ranks, "deepseek_v3", method, 1, 2, mtp_depth=3, mtp_own_embeddings=True)
 
 
-def parallelized(family, degrees, method, seq_len, override):
+def parallelized(family, degrees, method, seq_len, override, recompute=False):
     """Errors of this rank's gradient slices through ``parallelize``, sharded storage included."""
     meshes = build_meshes(Parallelism(**degrees))
     batch = whole_batch(True, seq_len=seq_len)
@@ -154,6 +155,8 @@ def parallelized(family, degrees, method, seq_len, override):
     # The aux loss of a micro-batch is not linear in its tokens: the oracle takes the ranks' micro-batches in turn.
     want = sum(step(oracle, {name: x[r::dp] for name, x in batch.items()}, weight) for r in range(dp))
     model = layouts.build_tiny(family, vocab_size=40, **override)
+    if recompute:
+        assert recompute_layers(model) > 1
     model = parallelize(model, meshes, cp_method=method)
     rank = meshes.dense["dp_shard"].get_local_rank()
     part = {name: x[rank::dp] for name, x in batch.items()}
@@ -183,6 +186,12 @@ def test_fault_06_router_gradients_with_aux_and_z_losses_under_cp_and_tp(run_ran
         for errors in run_ranks(ranks, parallelized, family, degrees, method, 16, BALANCED):
             worst = max(errors.items(), key=lambda item: item[1])
             assert len(errors) > 15 and all(error < 1e-10 for error in errors.values()), (family, worst)
+
+
+@pytest.mark.parametrize("method", ["allgather", "alltoall"])
+def test_recomputed_layers_share_the_sequence_again(run_ranks, method):
+    for errors in run_ranks(2, parallelized, "deepseek_v3", CP2, method, 16, BALANCED, True):
+        assert max(errors.values()) < 1e-10, max(errors.items(), key=lambda item: item[1])
 
 
 def gathered_shapes():
@@ -290,3 +299,21 @@ def test_what_divides_passes():
 def test_positions_without_context_parallelism_are_refused():
     with pytest.raises(ConfigError, match="shard_sequence"):
         build("qwen3_moe")(torch.zeros(1, 8, dtype=torch.int64), positions=torch.arange(8))
+
+
+def refusals():
+    model = parallelize(build("qwen3_moe"), build_meshes(Parallelism(context_parallel_degree=2)), fsdp=False)
+    part = shard_sequence(whole_batch(True), dist.get_rank(), 2)
+    ids, positions = part["input_ids"], part["positions"]
+    texts = []
+    for documents, places in ((part["document_ids"], None), (part["document_ids"][:, positions], positions)):
+        with pytest.raises(ConfigError) as caught:
+            model(ids, documents, positions=places)
+        texts.append(str(caught.value))
+    return texts
+
+
+def test_parts_that_shard_sequence_did_not_make_are_refused(run_ranks):
+    for first, second in run_ranks(2, refusals):
+        assert "shard_sequence" in first
+        assert "document_ids of 16 positions" in second and "all 32" in second

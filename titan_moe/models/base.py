@@ -247,6 +247,11 @@ class Decoder(nn.Module):
                 f"seq_len = {seq_len} is more than the model's max_seq_len = {self.config.max_seq_len}. "
                 f"Shorten training.seq_len or raise model.override.max_seq_len."
             )
+        if document_ids is not None and document_ids.shape[1] != seq_len:
+            raise ConfigError(
+                f"document_ids of {document_ids.shape[1]} positions: they are those of all {seq_len} of the sequence, "
+                "also where ranks share it."
+            )
         device, dtype = hidden_BSD.device, hidden_BSD.dtype
         at_least_fp32 = torch.promote_types(dtype, torch.float32)
         places = torch.arange(seq_len, device=device) if positions is None else positions
