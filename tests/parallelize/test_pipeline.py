@@ -62,3 +62,30 @@ MTP_CASES = {
 def test_mtp_and_shared_embeddings_are_exact(run_ranks, case):
     case.family = "deepseek_v3"
     check(run_ranks(case.pp, step_errors, case), case)
+
+
+EXPERTS = {"aux_loss_coef": 0.02, "z_loss_coef": 0.001, "router_dtype": "float64"}
+FOLDED = {
+    "dp": Case(degrees={"data_parallel_shard_degree": 2}, rows=8),
+    "hsdp": Case(degrees={"data_parallel_replicate_degree": 2}, rows=8),
+    "dp, zero bubble": Case("InterleavedZeroBubble", vpp=2, degrees={"data_parallel_shard_degree": 2}, rows=8),
+    "dp, zbv": Case("ZBVZeroBubble", vpp=2, degrees={"data_parallel_shard_degree": 2}, rows=8),
+    "dp, dualpipev": Case("DualPipeV", vpp=2, degrees={"data_parallel_shard_degree": 2}, rows=8),
+    "dp, interleaved": Case("Interleaved1F1B", vpp=2, degrees={"data_parallel_shard_degree": 2}, rows=8),
+    "ep": Case(degrees={"expert_parallel_degree": 2}, rows=8),
+    "tp": Case(degrees={"tensor_parallel_degree": 2}),
+    "tp without sequence parallel": Case(degrees={"tensor_parallel_degree": 2, "enable_sequence_parallel": False}),
+    "tp and ep, zbv": Case(
+        "ZBVZeroBubble", vpp=2, degrees={"tensor_parallel_degree": 2, "expert_parallel_degree": 2}
+    ),
+    "cp": Case(degrees={"context_parallel_degree": 2}),
+    "cp by heads, dualpipev": Case(
+        "DualPipeV", vpp=2, degrees={"context_parallel_degree": 2, "context_parallel_method": "alltoall"}
+    ),
+}
+
+
+@pytest.mark.parametrize("case", FOLDED.values(), ids=FOLDED.keys())
+def test_pipelines_with_every_other_axis_are_exact(run_ranks, case):
+    case.family, case.override = "deepseek_v3", {"mtp_depth": 1, "num_layers": 3, "tie_embeddings": True, **EXPERTS}
+    check(run_ranks(4, step_errors, case), case)

@@ -191,10 +191,13 @@ class Pipeline:
             shape = (len(x), micro["input_ids"].shape[1], self.model_config.dim)
             x = to_dtensor(x, mesh, [placement], shape)
         out = self.by_index[index](x, **{name: micro[name] for name in _FORWARD if micro.get(name) is not None})
-        if index + 1 == len(self.layout) or self.stream is None:
+        if index + 1 == len(self.layout):
             return out
-        # The next stage's input gradient lies as its input does.
-        return to_local(out.redistribute(placements=[self.stream[1]]), [self.stream[1]])
+        if self.stream is not None:
+            # The gradient that the next stage returns lies as its input does.
+            placements = [self.stream[1]]
+            out = to_local(out.redistribute(placements=placements), placements)
+        return _Unview.apply(out) if out._is_view() else out
 
     def between(self, index: int, rows: int, seq_len: int, *, training: bool) -> Tensor:
         """A meta tensor like what enters stage ``index`` on this rank."""
@@ -315,6 +318,18 @@ class Pipeline:
                 if isinstance(part, FSDPModule):
                     part.reshard()
         return total
+
+
+class _Unview(torch.autograd.Function):
+    """The same memory as a tensor that is no view: schedules that split the backward pass detach it in place."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> Tensor:
+        return grad
 
 
 class _Stage(PipelineStage):
