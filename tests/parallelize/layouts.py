@@ -10,6 +10,7 @@ from titan_moe.distributed import local_box
 from titan_moe.models import build, token_losses
 from titan_moe.moe.balance import set_token_weight
 from titan_moe.parallelize import build_meshes, parallelize
+from titan_moe.parallelize.context import shard_sequence
 
 VOCAB = 30
 COMMON = {"num_layers": 2, "vocab_size": VOCAB, "dim": 16, "hidden_dim": 12, "num_experts": 7, "top_k": 2}
@@ -72,16 +73,21 @@ def make_batch(rows, seq_len):
     return ids, labels.masked_fill(ignored, -100), documents
 
 
-def train_step(model, batch, rows, padding=False):
-    """Forward and backward of some rows of the batch, with the loss of the whole batch's mean. Returns its sum."""
-    ids, labels, documents = (tensor[rows] for tensor in batch)
+def train_step(model, batch, rows, padding=False, cp=(0, 1)):
+    """Forward and backward of some rows of the batch, with the loss of the whole batch's mean.
+
+    Returns the rows' loss as a sum; under context parallelism, that of this rank's positions.
+    """
+    part = dict(zip(("input_ids", "labels", "document_ids"), (tensor[rows] for tensor in batch), strict=True))
     weight = 1 / (batch[1] != -100).sum().double()
     set_token_weight(model, weight)
-    valid = None
     if padding:
-        valid = torch.ones_like(ids, dtype=torch.bool)
-        valid[:, -1] = False
-    losses = token_losses(model(ids, document_ids=documents, valid=valid), labels, documents)
+        part["valid"] = torch.ones_like(part["input_ids"], dtype=torch.bool)
+        part["valid"][:, -1] = False
+    part = shard_sequence(part, *cp, mtp_depth=len(getattr(model, "mtp", ())))
+    labels, mtp_labels = part.pop("labels"), part.pop("mtp_labels", None)
+    outputs = model(part.pop("input_ids"), **part)
+    losses = token_losses(outputs, labels, part["document_ids"], mtp_labels=mtp_labels)
     (losses.total * weight).backward()
     return losses.total.detach()
 
@@ -125,7 +131,8 @@ def compare(family, degrees, rows, seq_len, sequence_parallel=True, padding=Fals
     )
     place = d.coordinates(dist.get_rank())[0]
     dp_rank = place["dp_replicate"] * d.dp_shard + place["dp_shard"]
-    loss = train_step(model, batch, slice(dp_rank, None, dp), padding)
+    loss = train_step(model, batch, slice(dp_rank, None, dp), padding, (place["cp"], d.cp))
+    dist.all_reduce(loss, group=meshes.dense["cp"].get_group())
     loss_error = ((loss - losses[dp_rank]).abs() / losses[dp_rank].abs().clamp(min=1)).item()
     errors = gradient_errors(model, gradients)
     name = max(errors, key=errors.get)

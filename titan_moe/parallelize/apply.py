@@ -1,7 +1,6 @@
 """Any layout of a plain module, in place: styles first, then data parallelism over both meshes."""
 
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import torch
@@ -9,8 +8,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from titan_moe.fsdp_ep import apply_fsdp
+from titan_moe.models import ModelConfig
 from titan_moe.moe import Router
 from titan_moe.moe.balance import balances
+from titan_moe.parallelize.check import check_model
 from titan_moe.parallelize.mesh import Meshes
 from titan_moe.parallelize.plan import Plan, match_plan
 from titan_moe.parallelize.plans import plan_for
@@ -52,18 +53,23 @@ def parallelize(
         ``module``.
 
     Raises:
-        ConfigError: the plan does not fit the module, or a module does not fit its style.
+        ConfigError: the plan does not fit the module, a module does not fit its style, or a model of ours is too
+            small for the degrees.
     """
+    config = getattr(module, "config", None)
+    if isinstance(config, ModelConfig):
+        check_model(config, meshes.degrees)
     auto = plan == "auto"
     context = ApplyContext(module, meshes, sequence_parallel, cp_method)
     # Before anything changes, so that a refusal leaves the module as it was.
     matched = match_plan(module, plan_for(module) if auto else plan, all_patterns=not auto)
     for name, (submodule, style) in matched.items():
         style.apply(name, submodule, context)
-    if meshes.sequence.size() > 1:
-        share = partial(_sum, group=meshes.sequence.get_group())
-        for _, _, balance in balances(module):
-            balance.share_counts = share
+    for _, _, balance in balances(module):
+        if meshes.sequence.size() > 1:
+            balance.share_counts = _sum_over(meshes.sequence.get_group())
+        if meshes.stage.size() > 1:
+            balance.reduce_counts = _sum_over(meshes.stage.get_group())
     # A single process that computes in its own dtype has nothing to gather or to reduce.
     if fsdp and (meshes.degrees.world > 1 or compute_dtype is not None):
         apply_fsdp(
@@ -78,6 +84,9 @@ def parallelize(
     return module
 
 
-def _sum(counts: Tensor, group: dist.ProcessGroup) -> Tensor:
-    dist.all_reduce(counts, group=group)
-    return counts
+def _sum_over(group: dist.ProcessGroup) -> Callable[[Tensor], Tensor]:
+    def total(counts: Tensor) -> Tensor:
+        dist.all_reduce(counts, group=group)
+        return counts
+
+    return total

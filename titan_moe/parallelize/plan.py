@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Iterator, Mapping
-from fnmatch import translate
 
 from torch import nn
 
@@ -69,7 +68,7 @@ def _compile(pattern: str) -> re.Pattern[str]:
 
 
 def _part(part: str) -> str:
-    return translate(part).replace(".*", "[^.]*").removesuffix(r"\z").removesuffix(r"\Z")
+    return "[^.]*".join(map(re.escape, part.split("*")))
 
 
 def _describe(uncovered: list[tuple[str, nn.Module]]) -> str:

@@ -1,0 +1,54 @@
+"""Whether a model can be shared out over given degrees; needs no process group."""
+
+from math import gcd
+
+from titan_moe.config.degrees import Degrees, check_experts, divisors
+from titan_moe.errors import ConfigError
+from titan_moe.models import ModelConfig
+
+
+def check_model(config: ModelConfig, degrees: Degrees) -> None:
+    """Refuses tensor and expert parallelism that the model's sizes do not allow.
+
+    Heads are not cut, so tp must divide query and key-value heads. Other dims, the vocabulary and experts need not
+    divide: the last ranks hold less, but every rank must hold something.
+
+    Raises:
+        ConfigError: with the legal degrees.
+    """
+    check_heads(config.num_heads, config.num_kv_heads, degrees.tp)
+    moe = config.moe
+    shared_over_tp = {"vocab_size": config.vocab_size}
+    if config.num_dense_layers:
+        shared_over_tp["ffn_dim"] = config.ffn_dim
+    if moe.shared_hidden_dim:
+        shared_over_tp["shared_hidden_dim"] = moe.shared_hidden_dim
+    for name, size in shared_over_tp.items():
+        _check_size(name, size, "tensor_parallel_degree", degrees.tp)
+    _check_size("hidden_dim", moe.hidden_dim, "expert_tensor_parallel_degree", degrees.etp)
+    check_experts(moe.num_experts, degrees)
+
+
+def check_heads(num_heads: int, num_kv_heads: int, tp: int) -> None:
+    """Refuses tp ranks that would share a query or key-value head.
+
+    Raises:
+        ConfigError: with the legal degrees.
+    """
+    for name, heads in (("num_heads", num_heads), ("num_kv_heads", num_kv_heads)):
+        if heads % tp:
+            legal = ", ".join(map(str, divisors(gcd(num_heads, num_kv_heads))))
+            raise ConfigError(
+                f"parallelism.tensor_parallel_degree = {tp} does not divide the model's {name} = {heads}. "
+                f"Legal tensor_parallel_degree for {num_heads} heads and {num_kv_heads} key-value heads: {legal}."
+            )
+
+
+def _check_size(name: str, size: int, key: str, parts: int) -> None:
+    piece = -(-size // parts)
+    if piece * (parts - 1) >= size:
+        legal = [n for n in range(1, parts) if -(-size // n) * (n - 1) < size]
+        raise ConfigError(
+            f"parallelism.{key} = {parts} cuts the model's {name} = {size} into pieces of {piece}, which leaves "
+            f"ranks with none. Nearest legal {key}: {legal[-1]}."
+        )
