@@ -20,7 +20,7 @@ from titan_moe.parallelize.mesh import Meshes, build_meshes
 from titan_moe.parallelize.pipeline import Pipeline
 from titan_moe.parallelize.stages import check_pipeline, split_model
 
-SEQ_LEN, VOCAB = 12, 40
+VOCAB = 40
 QWEN = {"dim": 16, "head_dim": 8, "hidden_dim": 8, "vocab_size": VOCAB, "num_experts": 4}
 DEEPSEEK = {
     **{"dim": 16, "hidden_dim": 8, "ffn_dim": 24, "vocab_size": VOCAB, "shared_hidden_dim": 8, "q_lora_rank": 8},
@@ -43,10 +43,7 @@ class Case:
     override: dict[str, Any] = field(default_factory=dict)
     degrees: dict[str, Any] = field(default_factory=dict)
     """Other keys of ``Parallelism``; none: the stages stay plain modules."""
-    world: int = 0
-
-    def __post_init__(self):
-        self.world = self.world or self.pp
+    seq_len: int = 12
 
     def parallelism(self) -> Parallelism:
         return Parallelism(
@@ -66,7 +63,7 @@ class Case:
 def batch_of(case: Case, seed: int = 0) -> dict[str, torch.Tensor]:
     """Sequences of two or three documents each, with a different number of labels."""
     generator = torch.Generator().manual_seed(seed)
-    shape = (case.rows, SEQ_LEN)
+    shape = (case.rows, case.seq_len)
     ids, labels = (torch.randint(VOCAB, shape, generator=generator) for _ in range(2))
     documents = (torch.rand(shape, generator=generator) < 0.2).long().cumsum(1)
     for row in range(case.rows):
@@ -82,9 +79,12 @@ def rows_of(batch: dict[str, torch.Tensor], rank: int, size: int) -> dict[str, t
     return {name: value[rank::size] for name, value in batch.items()}
 
 
-def one_process_step(model: models.Decoder, batch: dict[str, torch.Tensor], case: Case, dp: int) -> torch.Tensor:
+def one_process_step(
+    model: models.Decoder, batch: dict[str, torch.Tensor], case: Case, dp: int, weight: torch.Tensor | None = None
+) -> torch.Tensor:
     """Gradients added, and the main and MTP sums; the micro-batches are those of all dp ranks."""
-    weight, sums = weight_of(batch), torch.zeros(2, dtype=torch.float64)
+    weight = weight_of(batch) if weight is None else weight
+    sums = torch.zeros(2, dtype=torch.float64)
     set_token_weight(model, weight)
     for start in range(0, case.rows // dp, case.microbatch):
         for rank in range(dp):
