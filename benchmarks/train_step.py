@@ -24,7 +24,7 @@ from titan_moe.optim import build_optimizer, clip_grad_norm
 
 def ours(model, config, ids, labels):
     """A step as the trainer does it, without logging."""
-    optimizer = build_optimizer(model, config)
+    optimizer = build_optimizer(model, config.optimizer)
 
     def step() -> float:
         n_valid = (labels != -100).sum()
