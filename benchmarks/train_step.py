@@ -13,12 +13,12 @@ import time
 
 import torch
 import transformers
-from titan_moe.models.loss import token_losses
-from titan_moe.moe.balance import finish_step, set_token_weight
 
 import titan_moe
 from titan_moe import models
 from titan_moe.config.job import JobConfig
+from titan_moe.models.loss import token_losses
+from titan_moe.moe.balance import finish_step, set_token_weight
 from titan_moe.optim import build_optimizer, clip_grad_norm
 
 
