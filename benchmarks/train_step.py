@@ -13,18 +13,18 @@ import time
 
 import torch
 import transformers
-from titan_moe.models.loss import token_losses
-from titan_moe.moe.balance import finish_step, set_token_weight
 
 import titan_moe
 from titan_moe import models
 from titan_moe.config.job import JobConfig
+from titan_moe.models.loss import token_losses
+from titan_moe.moe.balance import finish_step, set_token_weight
 from titan_moe.optim import build_optimizer, clip_grad_norm
 
 
 def ours(model, config, ids, labels):
     """A step as the trainer does it, without logging."""
-    optimizer = build_optimizer(model, config)
+    optimizer = build_optimizer(model, config.optimizer)
 
     def step() -> float:
         n_valid = (labels != -100).sum()

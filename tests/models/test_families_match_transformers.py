@@ -9,7 +9,14 @@ from titan_moe.models import token_losses
 
 _YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 16, "rope_theta": 1e4}
 _DEEPSEEK_YARN = {**_YARN, "beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 0.7}
-_GPT_OSS_YARN = {**_YARN, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
+# Here the blend's upper end is 2.02 dims, so that rounding it up would show.
+_GPT_OSS_YARN = {
+    **_YARN,
+    "original_max_position_embeddings": 64,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+}
 
 
 def _ours(yarn: dict) -> dict:

@@ -1,5 +1,6 @@
 """Multi-token prediction against transformers' own MTP layers, and its limits at document borders."""
 
+import pytest
 import torch
 import torch.nn.functional as F
 from hf_weights import to_ours, twins
@@ -7,6 +8,7 @@ from transformers.modeling_layers import MtpLayer
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3DecoderLayer, DeepseekV3RMSNorm
 
 from titan_moe import models
+from titan_moe.moe.balance import finish_step
 
 TINY = {"dim": 32, "num_layers": 2, "hidden_dim": 16, "vocab_size": 40}
 
@@ -78,3 +80,18 @@ def test_mtp_sees_no_token_of_another_document():
         for depth in range(3):
             # Equal even where there is no label: the embedding past the end is that of token 0 in both.
             torch.testing.assert_close(packed[depth][:, first:last], alone[depth], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("padded, expected", [(False, (36, 33, 30)), (True, (29, 26, 23))])
+def test_positions_without_a_token_ahead_count_for_no_expert(padded, expected):
+    model = models.build("deepseek_v3", "debug", **TINY, mtp_depth=2)
+    ids = torch.arange(12).repeat(3, 1)
+    valid = None
+    if padded:
+        valid = torch.ones_like(ids, dtype=torch.bool)
+        valid[2, 5:] = False
+    sum(output.sum() for output in model(ids, valid=valid)).backward()
+    counts = finish_step(model)
+    routed = {name.split(".mlp")[0]: n for name, n in zip(counts["names"], counts["routed_L"].tolist(), strict=True)}
+    # Three sequences of 12, one of them with 5 real tokens; each token ahead costs each one. Top-2 counts twice.
+    assert routed == dict(zip(("layers.1", "mtp.0.layer", "mtp.1.layer"), (2 * n for n in expected), strict=True))

@@ -97,6 +97,19 @@ def test_half_precision_is_within_a_few_roundings(dtype, eps):
         assert error < 4 * eps, (name, error)
 
 
+@pytest.mark.parametrize("weight_on", ["activation", "input"])
+def test_float64_routing_weights_on_float32_experts(weight_on):
+    """As router_dtype = "float64" gives: the weight's gradient keeps its dtype."""
+    _, experts = build(torch.float32, expert_linear_bias=True, weight_on=weight_on)
+    rows, counts, weights = random_rows([5, 0, 3, 9], 8, torch.float32)
+    weights = weights.detach().double().requires_grad_()
+    dy = torch.randn(17, 8)
+    actual = run(experts, rows, counts, weights, dy)
+    assert actual["weights"].dtype == torch.float64 and actual["y"].dtype == torch.float32
+    # Sums of at most 24 products of magnitude up to about 10 in fp32.
+    assert_close(actual, run_oracle(experts, rows, counts, weights, dy), 3e-5, 1e-5)
+
+
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_activation_passes_gradcheck(activation):
     torch.manual_seed(0)

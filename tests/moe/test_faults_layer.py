@@ -164,6 +164,35 @@ def test_fault_33_nan_in_dropped_tokens_reaches_no_other_token(experts):
             torch.testing.assert_close(got[name], clean[name], msg=name)
 
 
+@pytest.fixture
+def poisoned_memory():
+    """Freshly allocated tensors are full of NaN."""
+    filled = torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    assert torch.empty(4).isnan().all()
+    yield
+    torch.use_deterministic_algorithms(False)
+    torch.utils.deterministic.fill_uninitialized_memory = filled
+
+
+@pytest.mark.parametrize("overrides", [{"capacity_factor": 0.6}, {"pad_counts_to": 3}, EVERYTHING])
+def test_fault_33_empty_slots_under_poisoned_memory(poisoned_memory, overrides):
+    """Slots without an expert read a row that is zero, in forward and backward, whatever the memory held."""
+    exact, layer = build(**overrides), build(torch.float32, **overrides)
+    layer.load_state_dict(exact.state_dict())
+    x, dy = torch.randn(2, 2, 7, D, dtype=torch.float64).float()
+    valid = torch.ones(2, 7, dtype=torch.bool)
+    valid[1, 4:] = False
+    got, expected = (
+        step(m, x.to(d), dy.to(d), wrap=lambda layer, x: layer(x, valid))
+        for m, d in ((layer, torch.float32), (exact, torch.float64))
+    )
+    for name in expected:
+        # fp32 sums of at most 14 tokens of magnitude up to about 10.
+        torch.testing.assert_close(got[name].double(), expected[name].double(), atol=1e-4, rtol=1e-4, msg=name)
+
+
 def test_fault_33_dead_expert_has_zero_gradient():
     layer = build(torch.float32, expert_linear_bias=True, router_bias=True)
     with torch.no_grad():

@@ -142,6 +142,19 @@ def test_float32_layer_equals_the_float64_loop_to_rounding(name):
     assert_close(gradients(layer, x, dy), oracle_gradients(layer, x, dy), atol=2e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("backend", ["grouped", "sequential"])
+def test_autocast_computes_experts_in_bfloat16(backend):
+    layer = build(torch.float32, experts=backend, expert_linear_bias=True)
+    x, dy = data(dtype=torch.float32)
+    expected = gradients(layer, x, dy)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        got = gradients(layer, x, dy.bfloat16())
+    assert got["y"].dtype == torch.bfloat16 and got["experts.w1"].dtype == torch.float32
+    for name in ("y", "x", "experts.w1", "experts.w2", "experts.b1", "experts.b2"):
+        # At most four chained roundings of 2^-8 of the tensor's scale.
+        assert (got[name].float() - expected[name]).norm() < 4 * 2**-8 * expected[name].norm(), name
+
+
 def test_two_dim_input_is_one_sequence():
     layer = build(seq_aux_loss_coef=0.3)
     x, dy = data(1, 18)

@@ -127,6 +127,11 @@ def test_sinkhorn_balances_rows_and_columns():
     use = torch.ones(64, 1, dtype=torch.bool)
     use[50:] = False
     plan = sinkhorn(logits, use)
+    # Equal to the loop, hence stopped in the same round.
+    want = oracle.balanced_assignment(logits, list(range(50)))
+    torch.testing.assert_close(
+        plan[:50], torch.tensor([want[t] for t in range(50)], dtype=torch.float64), rtol=1e-10, atol=0
+    )
     # Rows end the last round 1e-4 off at most, columns exact.
     torch.testing.assert_close(plan.sum(0), torch.full((E,), 1 / E, dtype=torch.float64))
     torch.testing.assert_close(plan[:50].sum(1), torch.full((50,), 1 / 50, dtype=torch.float64), rtol=1e-3, atol=0)
@@ -250,6 +255,12 @@ def test_sqrtsoftplus_has_a_finite_gradient_where_softplus_underflows():
     values.sum().backward()
     assert logits.grad.isfinite().all() and logits.grad[0, 0] == 0
     torch.testing.assert_close(values[0, 2:], torch.tensor([math.sqrt(math.log(2)), math.sqrt(60)]))
+
+
+def test_sqrtsoftplus_is_exact_for_large_logits():
+    logits = torch.tensor([[20.5, 25.0, 49.0, 51.0]], dtype=torch.float64)
+    want = [math.sqrt(v + math.log1p(math.exp(-v))) for v in logits[0].tolist()]
+    torch.testing.assert_close(score(logits, "sqrtsoftplus")[0].tolist(), want, rtol=1e-14, atol=0)
 
 
 @pytest.mark.parametrize("cast", ["bfloat16", "half", "to_device_and_dtype", "parent"])

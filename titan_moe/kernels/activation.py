@@ -67,9 +67,15 @@ def activation_backward(z_RnF: Tensor, da_RF: Tensor, act: Activation) -> tuple[
     dgate, dup = dz.chunk(2, dim=-1)
     if act.kind in ("swiglu", "geglu"):
         a = F.silu(gate) if act.kind == "swiglu" else F.gelu(gate)
-        dup.copy_(da).mul_(a)
-        backward = torch.ops.aten.silu_backward if act.kind == "swiglu" else torch.ops.aten.gelu_backward
-        dgate.copy_(backward(da * up, gate))
+        aten = torch.ops.aten
+        slope = aten.silu_backward if act.kind == "swiglu" else aten.gelu_backward
+        if torch.compiler.is_compiling():
+            dup.copy_(da * a)
+            dgate.copy_(slope(da * up, gate))
+        else:  # Straight into the halves of dz: on a CPU, passes over fresh memory are a tenth of the layer's time.
+            torch.mul(da, a, out=dup)
+            torch.mul(da, up, out=dgate)
+            slope.grad_input(dgate, gate, grad_input=dgate)
         return a.mul_(up), dz
     assert act.kind == "clamped_swiglu", act.kind
     g = gate.clamp(max=act.limit)

@@ -108,6 +108,12 @@ def _fits(value: Any, hint: Any) -> bool:
     return isinstance(value, get_origin(hint) or hint)
 
 
+def _rule(hint: Any) -> str:
+    if get_origin(hint) is Literal:
+        return f"one of {', '.join(map(repr, get_args(hint)))}"
+    return hint.__name__ if isinstance(hint, type) else str(hint)
+
+
 def override_config(config: ModelConfig, override: dict[str, Any]) -> ModelConfig:
     """A copy of ``config`` with fields of it, or of its MoE layers, replaced.
 
@@ -125,10 +131,7 @@ def override_config(config: ModelConfig, override: dict[str, Any]) -> ModelConfi
         if name not in of_model | of_moe:
             raise ConfigError(f"model.override.{name}: unknown field.{nearest(name, of_model | of_moe)}")
         if not _fits(value, hints[name]):
-            hint = hints[name]
-            rule = f"one of {', '.join(map(repr, get_args(hint)))}" if get_origin(hint) is Literal else None
-            rule = rule or getattr(hint, "__name__", str(hint)) if not isinstance(hint, UnionType) else str(hint)
-            raise ConfigError(f"model.override.{name} = {value!r}: must be {rule}.")
+            raise ConfigError(f"model.override.{name} = {value!r}: must be {_rule(hints[name])}.")
     moe = replace(
         config.moe, **{k: v for k, v in override.items() if k in of_moe and (k not in of_model or k == "dim")}
     )
@@ -213,8 +216,10 @@ class Decoder(nn.Module):
                 inside_BS = mtp_input_ids[:, depth - 1] >= 0
                 ids_BS = mtp_input_ids[:, depth - 1].clamp(min=0)
             embedded_BSD = (block.embed_tokens or self.embed_tokens)(ids_BS)
-            # Positions without a token to look at have no label either, so they are padding to the MoE layer.
-            of_depth = inside_BS if valid is None else inside_BS & valid
+            # Positions without a real token ahead have no label either, so they are padding to the MoE layer.
+            of_depth = inside_BS
+            if valid is not None:
+                of_depth = valid & shift_within_document(valid, depth, document_ids)[0]
             shifted = ForwardContext(context.cos, context.sin, of_depth, context.masks)
             hidden.append(block(hidden[-1], embedded_BSD, shifted))
         if not self.has_head:

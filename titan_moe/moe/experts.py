@@ -71,10 +71,13 @@ class Experts(nn.Module):
             y = self._sequential(x if route_map is None else permute(x, route_map), counts_E, weights_R)
         else:
             offsets_E = offsets_of(counts_E) if route_map is None else route_map.offsets_E
-            b2 = self.b2 if self.adds_b2 else None
-            y = grouped_mlp(
-                x, self.w1, self.w2, self.b1, b2, weights_R, offsets_E, self.activation, self.weight_on, route_map
-            )
+            operands = x, self.w1, self.w2, self.b1, self.b2 if self.adds_b2 else None
+            device = x.device.type
+            if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+                # Autocast knows linears, but not products over groups.
+                dtype = torch.get_autocast_dtype(device)
+                operands = tuple(None if t is None else t.to(dtype) for t in operands)
+            y = grouped_mlp(*operands, weights_R, offsets_E, self.activation, self.weight_on, route_map)
         return y if self.b2 is None or self.adds_b2 else self._keep_in_graph(y)
 
     def _keep_in_graph(self, y: Tensor, *empty: Tensor) -> Tensor:
@@ -101,7 +104,7 @@ class Experts(nn.Module):
         z = F.linear(rows, self.w1[e].flatten(0, 1), None if self.b1 is None else self.b1[e].flatten())
         a = _plain_activation(z, self.activation)
         y = F.linear(a, self.w2[e], self.b2[e] if self.b2 is not None and self.adds_b2 else None)
-        return y if on_input else (y * weights).to(rows.dtype)
+        return y if on_input else (y * weights).to(y.dtype)
 
 
 def _plain_activation(z: Tensor, act: Activation) -> Tensor:

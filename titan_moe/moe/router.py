@@ -179,8 +179,7 @@ class Router(nn.Module):
         config = self.config
         T, E = keys_TE.shape
         keys_TGe = keys_TE.view(T, config.num_groups, E // config.num_groups)
-        ranked = torch.nan_to_num(keys_TGe, nan=-math.inf, posinf=-math.inf, neginf=-math.inf)
-        group_scores_TG = ranked.topk(config.group_score_k, dim=-1).values.sum(-1)
+        group_scores_TG = keys_TGe.topk(config.group_score_k, dim=-1).values.sum(-1)
         kept_TG = torch.zeros_like(group_scores_TG, dtype=torch.bool)
         kept_TG.scatter_(1, stable_topk(group_scores_TG, config.topk_groups), True)
         masked = -math.inf if config.group_mask == "-inf" else 0.0

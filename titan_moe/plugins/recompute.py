@@ -41,7 +41,9 @@ class Recompute:
             ConfigError: the model has no container of layers.
         """
         if recompute_layers(model) == 0:
-            raise ConfigError("plugin 'recompute' matched nothing: the model has no ModuleList or ModuleDict of layers.")
+            raise ConfigError(
+                "plugin 'recompute' matched nothing: the model has no ModuleList or ModuleDict of layers."
+            )
         return model
 
 
