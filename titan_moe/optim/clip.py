@@ -30,7 +30,7 @@ def clip_grad_norm(
             one pipeline stage or fewer; the ranks that its mesh leaves out hold the same as those in it.
         max_norm: limit; 0 or less only measures. A norm that is not finite makes gradients not finite too.
         pp: pipeline stages that the world is divided into; each has parameters of its own.
-        copies: how many pipeline ranks hold a parameter, for those that several hold, each with the full gradient.
+        copies: of a parameter that several pipeline stages hold, how many there are, each with the whole gradient.
         norm_type: 1 or more; ``inf`` takes the largest magnitude.
 
     Returns:
