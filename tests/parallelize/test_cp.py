@@ -268,7 +268,7 @@ def test_shards_hold_the_first_and_last_chunk_and_the_tokens_ahead():
     assert second["input_ids"].tolist() == [[102, 103, 104, 105]]
     assert first["valid"].tolist() == [[True, True, True, False]]
     assert first["document_ids"] is batch["document_ids"]
-    assert first["mtp_input_ids"].tolist() == [[[101, 102, 107, -1], [102, 103, -1, -1]]]
+    assert first["mtp_input_ids"].tolist() == [[[101, 102, ~107, -1], [102, 103, -1, -1]]]
     assert second["mtp_labels"].tolist() == [[[104, 105, -100, 107], [105, -100, -100, 108]]]
     assert shard_sequence(batch, 0, 1, mtp_depth=2) is batch
 

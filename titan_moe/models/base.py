@@ -186,8 +186,8 @@ class Decoder(nn.Module):
             valid: ``[B, S]`` bool; padding (False) is left out of losses, counts and capacity of the MoE layers.
             positions: ``[S]`` int64, where these tokens stand in the sequence that ranks share under context
                 parallelism; ``document_ids`` are then those of the whole sequence. None: from 0 on.
-            mtp_input_ids: ``[B, D, S]``, the token d after each, -1 where its document has none: needed where other
-                ranks hold some of them. None: taken from ``input_ids_BS``.
+            mtp_input_ids: ``[B, depths, S]``, what ``tokens_ahead`` makes of the whole sequences: needed where
+                ``input_ids_BS`` does not hold them. None: made from it.
 
         Returns:
             ``logits [B, S, V]``; in training with ``mtp_depth`` D > 0 the tuple ``(logits, mtp_1, ..., mtp_D)``,
@@ -211,15 +211,12 @@ class Decoder(nn.Module):
             if block.layer is None:
                 continue
             if mtp_input_ids is None:
-                ids_BS, inside_BS = shift_within_document(input_ids_BS, depth, document_ids)
-            else:
-                inside_BS = mtp_input_ids[:, depth - 1] >= 0
-                ids_BS = mtp_input_ids[:, depth - 1].clamp(min=0)
-            embedded_BSD = (block.embed_tokens or self.embed_tokens)(ids_BS)
+                mtp_input_ids = tokens_ahead(input_ids_BS, self.config.mtp_depth, document_ids, valid)
+            ids_BS = mtp_input_ids[:, depth - 1]
+            real_BS = ids_BS >= 0
+            embedded_BSD = (block.embed_tokens or self.embed_tokens)(torch.where(real_BS, ids_BS, ~ids_BS))
             # Positions without a real token ahead have no label either, so they are padding to the MoE layer.
-            of_depth = inside_BS
-            if valid is not None:
-                of_depth = valid & shift_within_document(valid, depth, document_ids)[0]
+            of_depth = real_BS if valid is None else real_BS & valid
             shifted = ForwardContext(context.cos, context.sin, of_depth, context.masks)
             hidden.append(block(hidden[-1], embedded_BSD, shifted))
         if not self.has_head:
@@ -290,3 +287,17 @@ def shift_within_document(x_BS: Tensor, by: int, document_ids: Tensor | None, fi
     else:
         inside_BS[:, :-by] = document_ids[:, :-by] == document_ids[:, by:]
     return x_BS.roll(-by, dims=1).masked_fill(~inside_BS, fill), inside_BS
+
+
+def tokens_ahead(ids_BS: Tensor, depths: int, document_ids: Tensor | None, valid: Tensor | None = None) -> Tensor:
+    """What MTP looks at: the token d positions on in the same document, ``[B, depths, S]``, d = 1, 2, ...
+
+    Where that is padding it is ``~id``, and past the document's end -1, as if padding with id 0: both negative.
+    """
+    ahead = []
+    for depth in range(1, depths + 1):
+        shifted_BS, real_BS = shift_within_document(ids_BS, depth, document_ids)
+        if valid is not None:
+            real_BS, _ = shift_within_document(valid, depth, document_ids)
+        ahead.append(torch.where(real_BS, shifted_BS, ~shifted_BS))
+    return torch.stack(ahead, dim=1)

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from titan_moe.errors import ConfigError, nearest
 from titan_moe.models.attention import attend, attention_mask
-from titan_moe.models.base import shift_within_document
+from titan_moe.models.base import shift_within_document, tokens_ahead
 from titan_moe.models.loss import IGNORE
 
 Method = Literal["allgather", "alltoall"]
@@ -74,7 +74,7 @@ def shard_sequence(batch: dict[str, Tensor], cp_rank: int, cp_size: int, *, mtp_
 
     Every tensor ``[B, S, ...]`` is cut along S but ``document_ids``, which attention needs whole. Added are
     ``positions``, and with MTP ``mtp_input_ids`` and ``mtp_labels`` ``[B, depth, S_local]``: the tokens and labels
-    that lie d positions on, where another rank may hold them; -1 and -100 past the end of a document.
+    that lie d positions on, where another rank may hold them; see ``tokens_ahead``.
 
     Args:
         batch: ``input_ids`` and whatever else goes with it.
@@ -91,12 +91,12 @@ def shard_sequence(batch: dict[str, Tensor], cp_rank: int, cp_size: int, *, mtp_
     positions = local_positions(ids_BS.shape[1], cp_rank, cp_size, ids_BS.device)
     local = {name: x if name == "document_ids" else x[:, positions] for name, x in batch.items()}
     local["positions"] = positions
-    for name, fill, target in (("input_ids", -1, "mtp_input_ids"), ("labels", IGNORE, "mtp_labels")):
-        if mtp_depth and name in batch:
-            ahead = [
-                shift_within_document(batch[name], depth, documents_BS, fill)[0] for depth in range(1, mtp_depth + 1)
-            ]
-            local[target] = torch.stack([x_BS[:, positions] for x_BS in ahead], dim=1)
+    if mtp_depth:
+        ahead = tokens_ahead(ids_BS, mtp_depth, documents_BS, batch.get("valid"))
+        local["mtp_input_ids"] = ahead[:, :, positions]
+    if mtp_depth and "labels" in batch:
+        labels = [shift_within_document(batch["labels"], d + 1, documents_BS, IGNORE)[0] for d in range(mtp_depth)]
+        local["mtp_labels"] = torch.stack(labels, dim=1)[:, :, positions]
     return local
 
 

@@ -20,7 +20,7 @@ from torch.distributed.tensor import Replicate, Shard
 from titan_moe.config.job import Parallelism
 from titan_moe.errors import TrainingError
 from titan_moe.models import Decoder, Losses, ModelConfig, token_losses
-from titan_moe.models.base import shift_within_document
+from titan_moe.models.base import tokens_ahead
 from titan_moe.moe.balance import balances, finish_step, set_token_weight
 from titan_moe.parallelize.crossing import to_dtensor, to_local
 from titan_moe.parallelize.layout import rank_of_stage
@@ -175,9 +175,8 @@ class Pipeline:
         """The batch in pieces of ``microbatch_size`` sequences, with the tokens that MTP layers look at."""
         batch, depths = dict(batch), self.model_config.mtp_depth
         if depths and "mtp_input_ids" not in batch:
-            ids_BS, documents_BS = batch["input_ids"], batch.get("document_ids")
-            shifted = [shift_within_document(ids_BS, d + 1, documents_BS, fill=-1)[0] for d in range(depths)]
-            batch["mtp_input_ids"] = torch.stack(shifted, dim=1)
+            documents_BS, valid_BS = batch.get("document_ids"), batch.get("valid")
+            batch["mtp_input_ids"] = tokens_ahead(batch["input_ids"], depths, documents_BS, valid_BS)
         rows = len(batch["input_ids"])
         return [
             {k: v if k in _OF_ALL or v is None else v[i : i + self.microbatch_size] for k, v in batch.items()}
