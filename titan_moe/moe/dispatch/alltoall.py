@@ -42,7 +42,7 @@ class AllToAllDispatcher(GroupDispatcher):
     host_syncs = 1
 
     def dispatch_preprocess(self, x_TD: Tensor, routing: Routing) -> Dispatched:
-        ids_TK, counts_E = routing.expert_ids_TK, routing.counts_E
+        ids_TK, counts_E = routing.expert_ids_TK.contiguous(), routing.counts_E
         T, K = ids_TK.shape
         # Ranks hold experts in order, so rows sorted by expert are sorted by destination.
         by_expert = route_map(ids_TK, counts_E, routing.max_rows)
@@ -53,8 +53,7 @@ class AllToAllDispatcher(GroupDispatcher):
         counts_Ge = torch.empty_like(sent_Ge)
         dist.all_to_all_single(counts_Ge, sent_Ge, group=self.group)
         rows_p = counts_pe.sum(1)
-        sizes = torch.cat([rows_p, counts_Ge.sum(1)]).tolist()  # the host sync
-        to_ep, receive = sizes[: self.ep_size], sizes[self.ep_size :]
+        to_ep, receive = self.read_sizes(rows_p, counts_Ge)
 
         R, copies = sum(to_ep), self.etp_size
         slot_of, row_of = by_expert.slot_of_R[:R], by_expert.row_of_TK[..., None]
@@ -74,6 +73,11 @@ class AllToAllDispatcher(GroupDispatcher):
         send = [n for n in to_ep for _ in range(copies)]
         here_Ge = counts_Ge[:, : self.last - self.first]
         return Dispatched(rows, weights, here_Ge.sum(0), None, _Way(send, receive, here_Ge, home))
+
+    def read_sizes(self, rows_p: Tensor, counts_Ge: Tensor) -> tuple[list[int], list[int]]:
+        """Rows to each ep rank and from each rank, on the host: the sync."""
+        sizes = torch.cat([rows_p, counts_Ge.sum(1)]).tolist()
+        return sizes[: self.ep_size], sizes[self.ep_size :]
 
     def token_dispatch(self, dispatched: Dispatched) -> Dispatched:
         way = dispatched.state
