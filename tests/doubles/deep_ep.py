@@ -203,7 +203,7 @@ class HybridEPBuffer:
             dist.all_reduce(total, group=self.group)
             assert total.item() == T * self.group_size, "every rank must have equally many tokens"
             everywhere = torch.empty(T * self.group_size, routing_map.shape[1], dtype=torch.bool)
-            dist.all_gather_into_tensor(everywhere, routing_map, group=self.group)
+            dist.all_gather(list(everywhere.chunk(self.group_size)), routing_map, group=self.group)
             blocks = everywhere.view(self.group_size, T, self.group_size, block)
             in_rank = blocks.any(-1)  # [source, token, destination]
             tokens = torch.cat([in_rank[self.rank, :, r].nonzero()[:, 0] for r in range(self.group_size)])

@@ -126,4 +126,4 @@ def test_no_slot_has_an_expert():
 
 def test_unknown_dispatcher_names_the_nearest():
     with pytest.raises(ConfigError, match=r"'lokal' is not known\. Did you mean 'local'"):
-        build_dispatcher("lokal")
+        build_dispatcher("lokal", num_experts=4)

@@ -98,13 +98,19 @@ def reference(layer, x, dy, sizes, whole, valid=None):
     return {**joined, "weights": torch.cat([p["weights"] for p in parts]), "counts": parts[-1]["counts"], **total}
 
 
-def differences(dispatcher, overrides, sizes, etp=1, batch=1, whole=True, padded=False, options=None):
+def differences(dispatcher, overrides, sizes, how=()):
     """Runs on every rank. Greatest absolute difference by name: rows and experts of this rank, sums of the others.
 
     Args:
         sizes: tokens of each rank, per sequence.
-        batch: sequences, each split over the ranks.
+        how: any of ``etp``; ``batch``, sequences, each split over the ranks; ``whole`` False, capacity is per rank;
+            ``padded``; ``options`` of the dispatcher.
     """
+    how = dict(how)
+    etp, batch, whole, padded, options = (
+        how.pop(k, v) for k, v in {"etp": 1, "batch": 1, "whole": True, "padded": False, "options": {}}.items()
+    )
+    assert not how, how
     rank, world = dist.get_rank(), dist.get_world_size()
     layer = build(**overrides)
     x, dy = data(batch, sum(sizes), layer.config.dim)
@@ -113,7 +119,7 @@ def differences(dispatcher, overrides, sizes, etp=1, batch=1, whole=True, padded
         valid = torch.rand(x.shape[:2], generator=torch.Generator().manual_seed(5)) < 0.6
         valid[0, 0] = True
     layer.balance.token_weight = torch.tensor(0.37, dtype=torch.float64)
-    local = spread(layer, dispatcher, etp, **(options or {}))
+    local = spread(layer, dispatcher, etp, **options)
     local.balance.reduce_counts = local.balance.share_counts = all_reduce
     want = reference(layer, x, dy, sizes, whole, valid)
 

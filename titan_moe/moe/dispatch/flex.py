@@ -152,7 +152,7 @@ class DeepEPDispatcher(_FlexDispatcher):
     def dispatch_preprocess(self, x_TD: Tensor, routing: Routing) -> Dispatched:
         self._check(x_TD)
         numbers, weights = self._renumber(x_TD, routing)
-        numbers = numbers.to(getattr(self.deep_ep, "topk_idx_t", torch.int64))
+        numbers = numbers.to(getattr(self.deep_ep, "topk_idx_t", torch.int64)).contiguous()
         return Dispatched(x_TD.contiguous(), weights.contiguous(), routing.counts_E, None, numbers)
 
     def token_dispatch(self, dispatched: Dispatched) -> Dispatched:
@@ -275,7 +275,7 @@ class HybridEPDispatcher(_FlexDispatcher):
         return y_RD
 
     def token_combine(self, y: Tensor, dispatched: Dispatched) -> Tensor:
-        return _HybridEPCombine.apply(y, self._buffer(y), dispatched.state[0])
+        return _HybridEPCombine.apply(y.contiguous(), self._buffer(y), dispatched.state[0])
 
     def combine_postprocess(self, y: Tensor, dispatched: Dispatched) -> Tensor:
         return y[: dispatched.state[1]]

@@ -32,7 +32,9 @@ def all_gather(x: Tensor, rows: int, group: dist.ProcessGroup, fill: float = 0) 
     if x.shape[0] < rows:
         x = torch.cat([x, x.new_full((rows - x.shape[0], *x.shape[1:]), fill)])
     out = x.new_empty(dist.get_world_size(group) * rows, *x.shape[1:])
-    dist.all_gather_into_tensor(out, x.contiguous(), group=group)
+    # The name since torch 2.13, and before.
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    gather(out, x.contiguous(), group=group)
     return out
 
 
