@@ -24,6 +24,7 @@ NEIGHBOURS = {
     ("launch", "train"),
     ("generate", "trainer"),
     ("hf", "models"),
+    ("parallelize", "fsdp_ep"),
     *((room, "errors") for room in ("kernels", "config", "distributed")),
 }
 OPTIONAL = {"transformer_engine", "deep_ep", "transformers", "datasets", "pyarrow", "wandb", "matplotlib"}

@@ -15,31 +15,27 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
 from titan_moe import distributed as dist
 from titan_moe.checkpoint import Checkpointer, load_weights, restore_rng, rng_tensors
 from titan_moe.config import (
     JobConfig,
-    data_parallel_degrees,
     model_overrides,
     resolve_batch,
+    resolve_degrees,
     resolved_dtypes,
     resolved_seed,
     validate,
 )
 from titan_moe.data import build_loader, build_tokenizer
 from titan_moe.errors import ConfigError, TrainingError
-from titan_moe.fsdp_ep import apply_fsdp, data_parallel_mesh
 from titan_moe.hf import load_hf_weights, save_hf
 from titan_moe.models import config as model_config
-from titan_moe.models import from_config
-from titan_moe.models.init import init_parameters
-from titan_moe.models.loss import IGNORE, token_losses
-from titan_moe.moe import Router
-from titan_moe.moe.balance import balances, finish_step, set_token_weight
+from titan_moe.models.loss import IGNORE
 from titan_moe.observe import MetricsLogger, Profiler, flops_per_token
 from titan_moe.optim import LossScaler, LRSchedule, build_optimizer, clip_grad_norm, set_lr
+from titan_moe.parallelize import Pipeline, Whole, build_meshes, build_model, check_layout, shard_sequence
+from titan_moe.parallelize.signature import check_signature, signature_of_config, signature_of_parameters
 from titan_moe.plugins import Plugin, PluginContext, chosen
 
 
@@ -68,14 +64,23 @@ class Trainer:
         self.model_config = model_config(config.model.name, config.model.flavor, **model_overrides(config))
         self.tokenizer = build_tokenizer(config.model.tokenizer)
         self._check_model()
-        self.accumulation = resolve_batch(config, dist.world_size()).passes
+        degrees = resolve_degrees(config.parallelism, dist.world_size())
+        place, _ = degrees.coordinates(dist.rank())
+        dp_size = degrees.dp_replicate * degrees.dp_shard
+        dp_rank = place["dp_replicate"] * degrees.dp_shard + place["dp_shard"]
+        batch = resolve_batch(config, dp_size)
+        self.accumulation = batch.passes
+        check_layout(config, self.model_config, degrees, batch.local)
+        # Of the ranks that see the same tokens, the first counts them, and one with the head reports their loss.
+        self.counts_tokens = place["tp"] == 0 and place["pp"] == 0
+        self.cp_rank, self.cp_size = place["cp"], degrees.cp
         self.device = torch.device("cuda", dist.local_rank()) if torch.cuda.is_available() else torch.device("cpu")
         if config.debug.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             torch.use_deterministic_algorithms(True)
         torch.manual_seed(self.seed + dist.rank())
         # Made before the process group, so that a long first tokenization cannot run into its timeout.
-        data = {"dp_rank": dist.rank(), "dp_size": dist.world_size()}
+        data = {"dp_rank": dp_rank, "dp_size": dp_size}
         self.loader = build_loader(config, self.tokenizer, split="train", **data)
         self.val_loader = None
         if config.validation.enable:
@@ -85,7 +90,10 @@ class Trainer:
         if self.owns_group:
             dist.init_process_group(self.device.type, config.comm.init_timeout_seconds)
 
-        self.model = self._build_model(plugins)
+        self.runner = self._build(plugins)
+        self.reports_loss = place["tp"] == 0 and self.runner.has_head
+        modules = self.runner.modules
+        self.model = modules[0] if len(modules) == 1 else nn.ModuleList(modules)
         self.optimizer = build_optimizer(self.model, config.optimizer)
         self.schedule = LRSchedule(config.lr_scheduler, config.optimizer.lr, config.training.steps)
         self.scaler = LossScaler(enabled=self.compute_dtype == "float16")
@@ -128,36 +136,36 @@ class Trainer:
         """Whether FSDP is needed: for several processes, or to compute in another dtype than the parameters'."""
         return dist.world_size() > 1 or self.compute_dtype != self.dtype
 
-    def _build_model(self, plugins: list[Plugin]) -> nn.Module:
-        """Meta, then plugins, then sharding, then storage, then values: no rank ever holds a full copy."""
+    def _build(self, plugins: list[Plugin]) -> Whole | Pipeline:
         config = self.config
-        default = torch.get_default_dtype()
-        torch.set_default_dtype(getattr(torch, self.dtype))
-        try:
-            with torch.device("meta"):
-                model = from_config(self.model_config)
-        finally:
-            torch.set_default_dtype(default)
-        context = PluginContext(config=config, device=self.device)
-        for plugin in plugins:
-            model = plugin.apply(model, context)
-        if config.compile.enable:
-            for layer in model.layers.values():
-                layer.compile()
+
+        def prepare(module: nn.Module) -> nn.Module:
+            for plugin in plugins:
+                module = plugin.apply(module, PluginContext(config=config, device=self.device))
+            if config.compile.enable:
+                for layer in module.layers.values():
+                    layer.compile()
+            return module
+
+        meshes, timeout = None, config.comm.init_timeout_seconds
         if self._sharded():
-            mesh = data_parallel_mesh(self.device.type, *data_parallel_degrees(config, dist.world_size()))
-            model = apply_fsdp(
-                model,
-                mesh,
-                compute_dtype=getattr(torch, self.compute_dtype) if self.compute_dtype != self.dtype else None,
-                reshard_after_forward=config.parallelism.fsdp_reshard_after_forward != "never",
-                keep_precision=(Router,),
-            )
-        model.to_empty(device=self.device)
-        init_parameters(model, self.seed)
-        for _, _, balance in balances(model):
-            balance.reduce_counts = dist.all_reduce_sum
-        return model.train()
+            check_signature("configuration", signature_of_config(config), timeout_seconds=timeout)
+            meshes = build_meshes(config.parallelism, self.device.type)
+        runner = build_model(
+            self.model_config,
+            config.parallelism,
+            meshes,
+            device=self.device,
+            dtype=getattr(torch, self.dtype),
+            compute_dtype=getattr(torch, self.compute_dtype) if self.compute_dtype != self.dtype else None,
+            seed=self.seed,
+            prepare=prepare,
+        )
+        if meshes is not None:
+            parameters = [item for module in runner.modules for item in module.named_parameters()]
+            stage = meshes.dense["pp"].get_local_rank()
+            check_signature("model", signature_of_parameters(parameters), group=stage, timeout_seconds=timeout)
+        return runner
 
     def _load(self) -> None:
         """Resume from the newest complete checkpoint, else start from ``initial_load_path``, else from scratch."""
@@ -256,25 +264,25 @@ class Trainer:
     def step(self, batches: Iterator[dict[str, Tensor]]) -> None:
         """One optimizer step over the global batch."""
         start = time.perf_counter()
-        micro = [self._to_device(next(batches)) for _ in range(self.accumulation)]
+        micro = [self._local(next(batches)) for _ in range(self.accumulation)]
         data_wait = time.perf_counter() - start
-        n_valid = dist.all_reduce_sum(torch.stack([(b["labels"] != IGNORE).sum() for b in micro]).sum())
+        valid = torch.stack([(b["labels"] != IGNORE).sum() for b in micro]).sum()
+        n_valid = dist.all_reduce_sum(valid * self.counts_tokens)
         # Auxiliary losses carry the same factor as the main loss.
         weight = self.scaler.scale / n_valid.clamp(min=1).double()
-        set_token_weight(self.model, weight)
-
         # Main and MTP loss, and whether this rank is asked to stop.
         sums = torch.zeros(3, dtype=torch.float64, device=self.device)
         for i, batch in enumerate(micro):
-            if isinstance(self.model, FSDPModule):
-                self.model.set_requires_gradient_sync(i == len(micro) - 1)
-            outputs = self.model(batch["input_ids"], document_ids=batch["document_ids"])
-            losses = token_losses(outputs, batch["labels"], batch["document_ids"], self.model_config.mtp_loss_weight)
-            (losses.total * weight.to(losses.total.dtype)).backward()
-            sums[:2] += torch.stack([losses.main_sum.detach(), losses.mtp_sum.detach()])
+            sums[:2] += self.runner.train_step(batch, weight, last=i == len(micro) - 1)
         self.scaler.unscale(self.model.parameters())
-        grad_norm = clip_grad_norm(self.model.parameters(), self.config.training.max_norm)
+        grad_norm = clip_grad_norm(
+            self.model.parameters(),
+            self.config.training.max_norm,
+            pp=self.config.parallelism.pipeline_parallel_degree,
+            copies=self.runner.replicated_over_pp,
+        )
         own_loss = sums[0].clone()
+        sums *= self.reports_loss
         sums[2] = float(self.stop_signal)
         # The one place where the host waits for the device.
         main_sum, mtp_sum, stop, norm, tokens = torch.stack(
@@ -294,7 +302,7 @@ class Trainer:
             self._skip_or_raise(loss, norm, own_loss)
         self.scaler.update(finite)
         self.optimizer.zero_grad()
-        moe = finish_step(self.model, dist.all_reduce_sum, update_bias=finite)
+        moe = self.runner.finish_step(update_bias=finite)
         self.step_done += 1
         if not self.warmed_up:
             self.warmed_up = True
@@ -307,8 +315,10 @@ class Trainer:
             metrics["skipped"] = self.skipped_in_row
         self.logger.log_step(self.step_done, metrics, self._moe_metrics(moe))
 
-    def _to_device(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        return {name: tensor.to(self.device, non_blocking=True) for name, tensor in batch.items()}
+    def _local(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The batch on the device, and of its sequences the part that is this rank's."""
+        batch = {name: tensor.to(self.device, non_blocking=True) for name, tensor in batch.items()}
+        return shard_sequence(batch, self.cp_rank, self.cp_size, mtp_depth=self.model_config.mtp_depth)
 
     def _moe_metrics(self, moe: dict) -> dict | None:
         if not moe["names"]:
@@ -338,16 +348,14 @@ class Trainer:
     @torch.no_grad()
     def evaluate(self) -> None:
         """Mean loss over the validation batches, the same ones every time."""
-        self.model.eval()
         bytes_V = self.tokenizer.token_bytes().to(self.device)
         sums = torch.zeros(3, dtype=torch.float64, device=self.device)
-        for batch in map(self._to_device, self.val_loader):
+        for batch in map(self._local, self.val_loader):
             labels = batch["labels"]
-            logits = self.model(batch["input_ids"], document_ids=batch["document_ids"])
             valid = labels != IGNORE
-            loss = token_losses(logits, labels).main_sum
-            sums += torch.stack([loss, valid.sum(), (bytes_V[labels.clamp(min=0)] * valid).sum()])
-        self.model.train()
+            counts = torch.stack([valid.sum(), (bytes_V[labels.clamp(min=0)] * valid).sum()])
+            sums[0] += self.runner.evaluate(batch) * self.reports_loss
+            sums[1:] += counts * self.counts_tokens
         loss, tokens, n_bytes = dist.all_reduce_sum(sums).tolist()
         self.logger.log_validation(
             self.step_done,

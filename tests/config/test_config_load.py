@@ -223,6 +223,11 @@ def test_help_shows_every_key_with_text_and_default_fast_and_without_torch():
     blocks = {}
     for block in re.split(r"^│ (?=--)", done.stdout, flags=re.MULTILINE)[1:]:
         option, text = block.partition("\n")[::2]
+        if ".no_" in option.split()[0]:
+            # The other half of a pair of names that is too long for one line.
+            known = next(reversed(blocks))
+            blocks[known] = (blocks[known][0] + option, " ".join(text.replace("│", " ").split()))
+            continue
         blocks[option.removeprefix("--").split()[0].rstrip(",")] = (option, " ".join(text.replace("│", " ").split()))
     fields = option_fields()
     assert set(blocks) == set(fields) - {"model.override"}

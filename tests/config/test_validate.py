@@ -7,10 +7,10 @@ import pytest
 
 from titan_moe.config import (
     JobConfig,
-    data_parallel_degrees,
     load_config,
     model_overrides,
     resolve_batch,
+    resolve_degrees,
     resolved_seed,
     validate,
 )
@@ -129,26 +129,8 @@ def test_data_parallel_degrees_factor_the_world(world, replicate, shard, degrees
     config = JobConfig()
     config.parallelism.data_parallel_replicate_degree = replicate
     config.parallelism.data_parallel_shard_degree = shard
-    assert data_parallel_degrees(config, world) == degrees
-
-
-@pytest.mark.parametrize(
-    ("world", "replicate", "shard", "wanted", "near"),
-    [
-        (8, 2, 2, "2 x 2 = 4", "2 x 4, 4 x 2"),
-        (8, 3, -1, "3 x the rest", "4 x 2, 2 x 4"),
-        (1, 2, 4, "2 x 4 = 8", "1 x 1"),
-        (6, 1, 0, "1 x 0 = 0", "1 x 6"),
-        (6, 1, -2, "1 x -2 = -2", "1 x 6"),
-    ],
-)
-def test_degrees_that_do_not_factor_the_world_name_the_nearest(world, replicate, shard, wanted, near):
-    config = JobConfig()
-    config.parallelism.data_parallel_replicate_degree = replicate
-    config.parallelism.data_parallel_shard_degree = shard
-    with pytest.raises(ConfigError) as caught:
-        data_parallel_degrees(config, world)
-    assert wanted in str(caught.value) and f"{world} processes" in str(caught.value) and near in str(caught.value)
+    found = resolve_degrees(config.parallelism, world)
+    assert (found.dp_replicate, found.dp_shard) == degrees
 
 
 @pytest.mark.parametrize(
@@ -193,7 +175,7 @@ def test_debug_seed_beats_training_seed():
 
 
 def test_model_overrides_merge_moe_keys_under_the_override_table():
-    assert model_overrides(JobConfig()) == {"dispatcher": "local", "experts": "grouped"}
+    assert model_overrides(JobConfig()) == {"experts": "grouped"}
     config = load_config(
         [
             *("--moe.force_balance", "--moe.capacity_factor", "1.5", "--moe.jitter", "0"),

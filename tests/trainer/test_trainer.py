@@ -12,6 +12,7 @@ from titan_moe import trainer as trainer_module
 from titan_moe.config import from_dict
 from titan_moe.errors import CheckpointError, ConfigError, TrainingError
 from titan_moe.observe import TIMING_KEYS
+from titan_moe.parallelize import build
 from titan_moe.trainer import train
 
 
@@ -176,7 +177,7 @@ def test_signal_saves_and_ends(corpus, tmp_path, capsys, monkeypatch, number):
 
 def poison(monkeypatch, step_number, value=math.nan):
     """The loss of one step is not finite, and so are its gradients."""
-    original = trainer_module.token_losses
+    original = build.token_losses
     calls = []
 
     def token_losses(*args, **kwargs):
@@ -186,7 +187,7 @@ def poison(monkeypatch, step_number, value=math.nan):
         factor = value if (len(calls) + 1) // 2 == step_number else 1.0
         return type(losses)(*(part * factor for part in losses))
 
-    monkeypatch.setattr(trainer_module, "token_losses", token_losses)
+    monkeypatch.setattr(build, "token_losses", token_losses)
 
 
 def test_loss_that_is_not_finite_stops_with_step_rank_and_checkpoint(corpus, tmp_path, monkeypatch):
@@ -214,13 +215,13 @@ def test_skipped_step_leaves_weights_and_bias_alone(corpus, tmp_path, monkeypatc
 
 
 def test_too_many_skipped_steps_stop(corpus, tmp_path, monkeypatch):
-    original = trainer_module.token_losses
+    original = build.token_losses
 
     def token_losses(*args, **kwargs):
         losses = original(*args, **kwargs)
         return type(losses)(*(part * math.nan for part in losses))
 
-    monkeypatch.setattr(trainer_module, "token_losses", token_losses)
+    monkeypatch.setattr(build, "token_losses", token_losses)
     with pytest.raises(TrainingError, match=r"step 3: .*there is no checkpoint"):
         train(config(corpus, tmp_path, {"training": {"skip_nonfinite": 2}}))
     # The two skipped steps are on record; the one that stopped the run is not.

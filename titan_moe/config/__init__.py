@@ -1,9 +1,9 @@
 """Configuration: a tree of dataclasses, read from TOML and the command line. Imports no torch."""
 
+from titan_moe.config.degrees import Degrees, resolve_degrees
 from titan_moe.config.job import JobConfig
 from titan_moe.config.load import from_dict, load_config, to_toml
 from titan_moe.config.validate import (
-    data_parallel_degrees,
     model_overrides,
     resolve_batch,
     resolved_dtypes,
@@ -12,12 +12,13 @@ from titan_moe.config.validate import (
 )
 
 __all__ = [
+    "Degrees",
     "JobConfig",
-    "data_parallel_degrees",
     "from_dict",
     "load_config",
     "model_overrides",
     "resolve_batch",
+    "resolve_degrees",
     "resolved_dtypes",
     "resolved_seed",
     "to_toml",

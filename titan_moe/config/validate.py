@@ -7,6 +7,7 @@ import tempfile
 from dataclasses import fields
 from typing import Any, NamedTuple
 
+from titan_moe.config.degrees import resolve_degrees
 from titan_moe.config.job import JobConfig
 from titan_moe.errors import ConfigError, nearest
 
@@ -21,7 +22,6 @@ _AT_LEAST = {
     "training.seed": 0,
     "optimizer.weight_decay": 0,
     "lr_scheduler.warmup_steps": 0,
-    "parallelism.data_parallel_replicate_degree": 1,
     "checkpoint.interval": 1,
     "checkpoint.keep_latest_k": 0,
     "checkpoint.load_step": -1,
@@ -50,8 +50,8 @@ def validate(config: JobConfig, world_size: int = 1) -> None:
     _check_ranges(config)
     _check_data(config)
     _check_checkpoint(config)
-    replicate, shard = data_parallel_degrees(config, world_size)
-    resolve_batch(config, replicate * shard)
+    degrees = resolve_degrees(config.parallelism, world_size)
+    resolve_batch(config, degrees.dp_replicate * degrees.dp_shard)
     if config.metrics.enable_wandb:
         _need("wandb", "metrics.enable_wandb", "titan_moe[wandb]")
     _check_writable(config.job.dump_folder)
@@ -129,29 +129,6 @@ def _around(value: int, unit: int) -> list[int]:
     """The positive multiples of ``unit`` next to ``value``."""
     below = value // unit * unit
     return [size for size in (below, below + unit) if size > 0] if value > 0 else [unit]
-
-
-def data_parallel_degrees(config: JobConfig, world_size: int) -> tuple[int, int]:
-    """``(replicate, shard)`` with ``replicate * shard == world_size``; a shard degree of -1 takes the rest.
-
-    Raises:
-        ConfigError: with both factorizations and the nearest legal ones.
-    """
-    replicate = config.parallelism.data_parallel_replicate_degree
-    shard = config.parallelism.data_parallel_shard_degree
-    if replicate >= 1 and shard == -1 and world_size % replicate == 0:
-        return replicate, world_size // replicate
-    if replicate >= 1 and shard >= 1 and replicate * shard == world_size:
-        return replicate, shard
-    wanted = f"{replicate} x {shard} = {replicate * shard}" if shard != -1 else f"{replicate} x the rest"
-    target = shard if shard > 0 else max(1, world_size // max(1, replicate))
-    legal = [(r, world_size // r) for r in range(1, world_size + 1) if world_size % r == 0]
-    legal.sort(key=lambda pair: (abs(pair[0] - replicate) + abs(pair[1] - target), pair))
-    near = ", ".join(f"{r} x {s}" for r, s in legal[:3])
-    raise ConfigError(
-        f"parallelism.data_parallel_replicate_degree x data_parallel_shard_degree = {wanted}, "
-        f"but the job has {world_size} processes. Nearest legal: {near}."
-    )
 
 
 def _value(config: JobConfig, key: str) -> Any:

@@ -3,8 +3,11 @@
 from math import gcd
 
 from titan_moe.config.degrees import Degrees, check_experts, divisors
+from titan_moe.config.job import JobConfig
 from titan_moe.errors import ConfigError
 from titan_moe.models import ModelConfig
+from titan_moe.parallelize.context import check_context
+from titan_moe.parallelize.stages import check_pipeline
 
 
 def check_model(config: ModelConfig, degrees: Degrees) -> None:
@@ -27,6 +30,41 @@ def check_model(config: ModelConfig, degrees: Degrees) -> None:
         _check_size(name, size, "tensor_parallel_degree", degrees.tp)
     _check_size("hidden_dim", moe.hidden_dim, "expert_tensor_parallel_degree", degrees.etp)
     check_experts(moe.num_experts, degrees)
+
+
+def check_layout(config: JobConfig, model_config: ModelConfig, degrees: Degrees, local_batch: int) -> None:
+    """Refuses a run whose model, sequence or batch does not fit its layout.
+
+    Args:
+        config: the run's.
+        model_config: with the run's overrides.
+        degrees: of the run's parallelism.
+        local_batch: sequences of one data-parallel rank and forward pass.
+
+    Raises:
+        ConfigError: with the legal values.
+    """
+    parallelism = config.parallelism
+    if config.moe.dispatcher == "local" and degrees.ep * degrees.etp > 1:
+        raise ConfigError(
+            f"moe.dispatcher = 'local' with expert_parallel_degree {degrees.ep} x expert_tensor_parallel_degree "
+            f"{degrees.etp}: tokens have to travel. Leave it out, or set 'alltoall' or 'allgather'."
+        )
+    check_model(model_config, degrees)
+    check_context(
+        config.training.seq_len,
+        degrees.cp,
+        method=parallelism.context_parallel_method,
+        num_heads=model_config.num_heads,
+        tp=degrees.tp,
+    )
+    if degrees.pp > 1:
+        check_pipeline(parallelism, model_config, local_batch, compiled=config.compile.enable)
+    elif parallelism.virtual_pipeline_degree > 1 or parallelism.pipeline_parallel_layout:
+        raise ConfigError(
+            "parallelism.virtual_pipeline_degree and pipeline_parallel_layout need pipeline_parallel_degree > 1. "
+            "Set it, or leave both out."
+        )
 
 
 def check_heads(num_heads: int, num_kv_heads: int, tp: int) -> None:

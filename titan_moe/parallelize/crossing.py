@@ -44,7 +44,9 @@ def to_dtensor(
 
 
 @contextmanager
-def local_parameters(module: nn.Module, placements_of: Callable[[DTensor], Sequence[Placement] | None]) -> Iterator[None]:
+def local_parameters(
+    module: nn.Module, placements_of: Callable[[DTensor], Sequence[Placement] | None]
+) -> Iterator[None]:
     """Within, the DTensor parameters of ``module`` (not of its children) are their local parts.
 
     Args:
