@@ -1,4 +1,4 @@
-"""``titan-moe train``: one process here, or NGPU processes through torchrun."""
+"""``titan-moe train``: one process here, NGPU processes through torchrun, or a dry run of one of NGPU ranks."""
 
 import logging
 import math
@@ -25,6 +25,9 @@ def main(argv: Sequence[str]) -> None:
         processes = process_count()
         if processes > 1:
             validate(config, processes)
+        if mode := os.environ.get("COMM_MODE"):
+            _dry_run(mode, config, processes)
+            return
     if processes == 1:
         # In place of this process, so that signals and exit codes need no passing on.
         sys.stdout.flush()
@@ -32,6 +35,18 @@ def main(argv: Sequence[str]) -> None:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // processes)))
     raise SystemExit(_torchrun(argv, processes, config))
+
+
+def _dry_run(mode: str, config: JobConfig, processes: int) -> None:
+    """``COMM_MODE=fake_backend``: one rank, ``RANK``, of a world that is not there."""
+    rank = os.environ.get("RANK", "0")
+    if mode != "fake_backend":
+        raise ConfigError(f"COMM_MODE = {mode!r}: expected 'fake_backend', or nothing to train.")
+    if not rank.isdecimal():
+        raise ConfigError(f"RANK = {rank!r}: expected a number, from 0 to {processes - 1}.")
+    from titan_moe.parallelize.fake import fake_run
+
+    print(fake_run(config, int(rank), processes), flush=True)
 
 
 def process_count() -> int:

@@ -5,7 +5,6 @@ on meta until they are sharded, then fake tensors that have shapes but no memory
 model and the real code before a single device is booked. Routing is taken as even.
 """
 
-import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,13 +15,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, debug
 
 from titan_moe.config import JobConfig, model_overrides, resolve_batch, resolved_dtypes
 from titan_moe.config.degrees import Degrees, reshard_after_forward, resolve_degrees
 from titan_moe.distributed import is_distributed
 from titan_moe.errors import ConfigError
-from titan_moe.models import Decoder, ModelConfig, token_losses
+from titan_moe.models import Decoder, ModelConfig, from_config, token_losses
 from titan_moe.models import config as model_config_of
 from titan_moe.moe import MoE
 from titan_moe.moe.balance import set_token_weight
@@ -92,12 +91,11 @@ class FakeReport:
             f"{_gib(gathered)} gathered, {'kept' if self.keeps_gathered else 'block by block'}",
             f"  step    {self.micro_batches} micro-batches",
         ]
-        for stage in self.stages:
-            lines.append(
-                f"  stage {stage.index:3d}  {stage.parts}: {stage.parameters:,} parameters, here "
-                f"{stage.local_parameters:,}; gathered {_gib(stage.gathered_bytes)}; a micro-batch keeps "
-                f"{_gib(stage.saved_bytes)}; out {stage.output}"
-            )
+        lines += [
+            f"  stage {stage.index:3d}  {stage.parts}: {stage.parameters:,} parameters, here {stage.local_parameters:,}; "
+            f"gathered {_gib(stage.gathered_bytes)}; a micro-batch keeps {_gib(stage.saved_bytes)}; out {stage.output}"
+            for stage in self.stages
+        ]
         return "\n".join([*lines, f"  took    {self.seconds:.1f} s"])
 
 
@@ -140,6 +138,8 @@ def _fake_world(rank: int, world: int) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
+        # What DTensor remembers of an operator holds the mesh, and so groups that are gone.
+        debug._clear_sharding_prop_cache()
 
 
 def _stages(config: JobConfig, model_config: ModelConfig, meshes: Meshes) -> tuple[StageReport, ...]:
@@ -262,8 +262,6 @@ def _gathered(parameter: Tensor) -> int:
 
 
 def _whole_model(model_config: ModelConfig) -> int:
-    from titan_moe.models import from_config
-
     with torch.device("meta"):
         return sum(parameter.numel() for parameter in from_config(model_config).parameters())
 
@@ -297,8 +295,3 @@ def _axes(sizes: Mapping[str, int]) -> str:
 
 def _gib(count: int) -> str:
     return f"{count / 2**30:.2f} GiB"
-
-
-def main(config: JobConfig, world: int) -> None:
-    """Print the report of the rank that ``RANK`` names, 0 by default."""
-    print(fake_run(config, int(os.environ.get("RANK", "0")), world), flush=True)

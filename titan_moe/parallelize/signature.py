@@ -96,7 +96,7 @@ def check_signature(what: str, entries: Mapping[str, str], *, group: int = 0, ti
 
 
 def _odd_ones_out(digests: list[list]) -> dict[str, Any]:
-    """``others``: every rank that differs from the most of its group; ``pairs``: one of each kind, and one it is not."""
+    """``others``: all ranks that differ from most of their group; ``pairs``: of each kind one, and one it is unlike."""
     by_group: dict[int, Counter] = {}
     for group, digest in digests:
         by_group.setdefault(group, Counter())[digest] += 1
