@@ -275,6 +275,16 @@ def test_nothing_keeps_a_model_alive(run_ranks):
     assert run_ranks(2, freed) == [True, True]
 
 
+def memory():
+    model = parallelize(build_tiny("qwen3_moe"), _meshes(**TP2_EP2), fsdp=False)
+    locals_ = [parameter.to_local() for parameter in model.parameters() if isinstance(parameter, DTensor)]
+    return all(x.untyped_storage().nbytes() == x.numel() * x.element_size() for x in locals_) and len(locals_) > 20
+
+
+def test_a_rank_s_part_does_not_hold_the_memory_of_the_whole(run_ranks):
+    assert run_ranks(2, memory) == [True, True]
+
+
 class Collectives(TorchDispatchMode):
     """Counts functional collectives by kind."""
 

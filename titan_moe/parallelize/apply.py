@@ -11,11 +11,12 @@ from titan_moe.fsdp_ep import apply_fsdp
 from titan_moe.models import ModelConfig
 from titan_moe.moe import Router
 from titan_moe.moe.balance import balances
-from titan_moe.parallelize.check import check_model
+from titan_moe.parallelize.check import check_heads, check_model
 from titan_moe.parallelize.mesh import Meshes
 from titan_moe.parallelize.plan import Plan, match_plan
 from titan_moe.parallelize.plans import plan_for
 from titan_moe.parallelize.styles import ApplyContext
+from titan_moe.parallelize.swap import swap_moe, transformers_adapter
 
 
 def parallelize(
@@ -40,7 +41,8 @@ def parallelize(
     Args:
         module: on meta or with parameters that are equal on all ranks.
         meshes: from ``build_meshes``.
-        plan: name patterns to styles, see ``match_plan``; ``auto``: that of the module's family.
+        plan: name patterns to styles, see ``match_plan``; ``auto``: that of the module's family, one of ours or of
+            transformers', whose MoE blocks are exchanged for ours (see ``swap_moe``) with weights and names kept.
         sequence_parallel: with tensor parallelism, keep activations between blocks sharded over tokens.
         cp_method: how attention shares a sequence, ``allgather`` or ``alltoall``.
         compute_dtype: dtype of compute; None: that of the parameters.
@@ -60,6 +62,10 @@ def parallelize(
     if isinstance(config, ModelConfig):
         check_model(config, meshes.degrees)
     auto = plan == "auto"
+    adapter = transformers_adapter(module) if auto else None
+    if adapter is not None:
+        check_heads(config.num_attention_heads, config.num_key_value_heads, meshes.degrees.tp)
+        swap_moe(module, adapter)
     context = ApplyContext(module, meshes, sequence_parallel, cp_method)
     # Before anything changes, so that a refusal leaves the module as it was.
     matched = match_plan(module, plan_for(module) if auto else plan, all_patterns=not auto)

@@ -1,6 +1,7 @@
 """Plans of known model families, as data.
 
-All of them name their parts alike, so one table serves them: a pattern that a family has no module for is not used.
+All of them, transformers' models included, name their parts alike, so one table serves them: a pattern that a family
+has no module for is not used.
 """
 
 from torch import nn
@@ -51,7 +52,12 @@ DECODER: Plan = {
     "**.mlp.shared.up_proj": Colwise(),
     "**.mlp.shared.down_proj": Rowwise(),
     "**.mlp.shared.gate": Replicate("gathered"),
-    # Routed experts.
+    **{
+        f"**.mlp.shared_experts.{name}": style
+        for name, style in (("gate_proj", Colwise()), ("up_proj", Colwise()), ("down_proj", Rowwise()))
+    },
+    # Routed experts; transformers calls most routers gates.
+    "**.mlp.gate": Router(),
     "**.mlp.router": Router(),
     "**.mlp.experts": Experts(),
     "**.mlp.latent_down": Replicate(),

@@ -327,14 +327,19 @@ class Experts:
             )
         degrees = context.meshes.degrees
         if degrees.ep * degrees.etp > 1:
-            self._share(module, layer, context)
+            self._share(name, module, layer, context)
         if degrees.tp > 1:
             wrap(layer, "routed", _on_own_tokens)
 
-    def _share(self, module: nn.Module, layer: MoE, context: ApplyContext) -> None:
+    def _share(self, name: str, module: nn.Module, layer: MoE, context: ApplyContext) -> None:
         mesh, etp = context.meshes.expert["ep", "etp"], context.meshes.degrees.etp
-        hidden = [Shard(0), Shard(2)]
-        context.distribute(module, mesh, w1=hidden, w2=hidden, b1=hidden, b2=[Shard(0), Whole()])
+        if etp > 1 and "fused" in module.hidden_dims.values():
+            raise ConfigError(
+                f"parallelism.expert_tensor_parallel_degree = {etp}: {name} keeps its gate and up weights in one dim, "
+                "which cannot be cut. Set it to 1 and raise expert_parallel_degree, or use titan_moe's own layout."
+            )
+        for key, dim in module.hidden_dims.items():
+            context.distribute(module, mesh, **{key: [Shard(0), Shard(dim) if isinstance(dim, int) else Whole()]})
         config = layer.config
         layer.dispatcher = build_dispatcher(
             "alltoall" if config.dispatcher == "local" else config.dispatcher,
@@ -346,7 +351,7 @@ class Experts:
         adds_bias = mesh.get_local_rank("etp") == 0
 
         def around(self: nn.Module, inner: Callable, *args: Any, **kwargs: Any) -> Any:
-            b2 = self._parameters["b2"]
+            b2 = self._parameters.get("b2")
             with local_parameters(self, as_placed):
                 if b2 is not None and etp > 1:
                     self._parameters["b2"] = to_local(b2, [Shard(0), Partial()]) * float(adds_bias)
