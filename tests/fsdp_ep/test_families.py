@@ -16,7 +16,7 @@ FAMILIES = {
     "qwen3_moe": {"aux_loss_coef": 0.1},
     "mixtral": {},
     "gpt_oss": {},
-    "glm4_moe": {},
+    "glm4_moe": {"mtp_depth": 2, "mtp_own_embeddings": True},
     "deepseek_v3": {"mtp_depth": 1, "seq_aux_loss_coef": 0.1},
 }
 

@@ -101,9 +101,17 @@ FOLDED = {
 }
 
 
+OWN = {"mtp_own_embeddings": True, "tie_embeddings": False}
+FOLDED |= {
+    "dp, own mtp embeddings": Case(degrees={"data_parallel_shard_degree": 2}, rows=8, override=OWN),
+    "tp, own mtp embeddings, zbv": Case("ZBVZeroBubble", vpp=2, degrees={"tensor_parallel_degree": 2}, override=OWN),
+}
+
+
 @pytest.mark.parametrize("case", FOLDED.values(), ids=FOLDED.keys())
 def test_pipelines_with_every_other_axis_are_exact(run_ranks, case):
-    case.family, case.override = "deepseek_v3", {"mtp_depth": 1, "num_layers": 3, "tie_embeddings": True, **EXPERTS}
+    shape = {"mtp_depth": 1, "num_layers": 3, "tie_embeddings": True, **EXPERTS}
+    case.family, case.override = "deepseek_v3", shape | case.override
     check(run_ranks(4, step_errors, case), case)
 
 

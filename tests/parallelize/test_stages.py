@@ -2,14 +2,21 @@
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.pipelining import PipelineStage
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from titan_moe import models
 from titan_moe.config.job import Parallelism
 from titan_moe.errors import ConfigError
 from titan_moe.moe.balance import balances
-from titan_moe.parallelize.layout import Stage
+from titan_moe.parallelize.layout import Stage, stages_of_rank
+from titan_moe.parallelize.pipeline import SCHEDULE_CLASSES
 from titan_moe.parallelize.stages import (
+    ONE_STAGE,
     SCHEDULES,
+    V_SHAPED,
     check_pipeline,
     moe_layer_names,
     pipeline_stages,
@@ -127,3 +134,36 @@ def test_the_671b_layout_splits_for_first_middle_and_last_ranks():
     assert list(split_model(config, parallelism, 0)) == [0, 8, 16, 24]
     last = split_model(config, parallelism, 7)
     assert list(last) == [7, 15, 23, 31] and last[31].lm_head is not None and not last[31].layers
+
+
+def test_exactly_the_numbers_of_micro_batches_that_torch_can_schedule_are_legal():
+    """Builds every schedule, as rank 0 of a fake world, and compares with the check."""
+    x = torch.empty(1, 2, device="meta", requires_grad=True)
+    for pp in (2, 3, 4):
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=pp)
+        try:
+            for name, make in SCHEDULE_CLASSES.items():
+                vpp = {"GPipe": 1, "1F1B": 1, "Interleaved1F1B": 3}.get(name, 2)
+                indices = stages_of_rank(0, pp, vpp, v_shaped=name in V_SHAPED)
+                for count in range(1, 12):
+                    stages = [
+                        PipelineStage(nn.Identity(), i, pp * vpp, torch.device("cpu"), input_args=x, output_args=x)
+                        for i in indices
+                    ]
+                    legal = not _refused(name, pp, vpp, count)
+                    try:
+                        make(stages[0] if name in ONE_STAGE else stages, count, loss_fn=torch.sum, scale_grads=False)
+                        built = True
+                    except ValueError:
+                        built = False
+                    assert legal == built, (name, pp, vpp, count)
+        finally:
+            dist.destroy_process_group()
+
+
+def _refused(name, pp, vpp, count):
+    try:
+        check(name, pp, vpp, rows=count, config=models.config("qwen3_moe", "debug", num_layers=pp * vpp))
+    except ConfigError:
+        return True
+    return False

@@ -214,7 +214,8 @@ class Decoder(nn.Module):
                 mtp_input_ids = tokens_ahead(input_ids_BS, self.config.mtp_depth, document_ids, valid)
             ids_BS = mtp_input_ids[:, depth - 1]
             real_BS = ids_BS >= 0
-            embedded_BSD = (block.embed_tokens or self.embed_tokens)(torch.where(real_BS, ids_BS, ~ids_BS))
+            ids_BS = torch.where(real_BS, ids_BS, ~ids_BS)
+            embedded_BSD = ids_BS if self.config.mtp_own_embeddings else self.embed_tokens(ids_BS)
             # Positions without a real token ahead have no label either, so they are padding to the MoE layer.
             of_depth = real_BS if valid is None else real_BS & valid
             shifted = ForwardContext(context.cos, context.sin, of_depth, context.masks)
@@ -223,8 +224,8 @@ class Decoder(nn.Module):
             return torch.cat(hidden) if len(hidden) > 1 else hidden[0]
         outputs = [self.logits(hidden[0])]
         for depth, hidden_BSD in enumerate(hidden[1:]):
-            own = self.mtp[str(depth)].lm_head if self.config.mtp_own_embeddings else None
-            outputs.append((own or self.logits)(hidden_BSD))
+            head = self.mtp[str(depth)] if self.config.mtp_own_embeddings else self.logits
+            outputs.append(head(hidden_BSD))
         return tuple(outputs) if len(outputs) > 1 else outputs[0]
 
     def context(

@@ -71,6 +71,22 @@ class MTPBlock(nn.Module):
         self.embed_tokens = TokenEmbedding(config.vocab_size, config.dim) if own else None
         self.lm_head = nn.Linear(config.dim, config.vocab_size, bias=False) if own else None
 
-    def forward(self, hidden_BSD: Tensor, embedded_BSD: Tensor, context: ForwardContext) -> Tensor:
+    def forward(
+        self, hidden_BSD: Tensor, embedded_BSD: Tensor | None = None, context: ForwardContext | None = None
+    ) -> Tensor:
+        """The depth's hidden state.
+
+        Its own head and embedding are called in here, not from outside: sharded parameters are there within forward.
+
+        Args:
+            hidden_BSD: of the depth before.
+            embedded_BSD: embedding of token t + d at t; the tokens themselves for an embedding of its own. None: apply
+                the depth's own head to ``hidden_BSD``, which is its own already.
+            context: what all layers share.
+        """
+        if embedded_BSD is None:
+            return self.lm_head(hidden_BSD)
+        if self.embed_tokens is not None:
+            embedded_BSD = self.embed_tokens(embedded_BSD)
         joined = torch.cat((self.enorm(embedded_BSD), self.hnorm(hidden_BSD)), dim=-1)
         return self.norm(self.layer(self.eh_proj(joined), context))

@@ -33,7 +33,7 @@ from titan_moe.parallelize.stages import (
     shared_parameters,
 )
 
-_SCHEDULE_CLASSES = {
+SCHEDULE_CLASSES = {
     "GPipe": schedules.ScheduleGPipe,
     "1F1B": schedules.Schedule1F1B,
     "LoopedBFS": schedules.ScheduleLoopedBFS,
@@ -147,7 +147,7 @@ class Pipeline:
         """Make the schedule for batches of ``shape``: its buffers would take a smaller one without a word."""
         if self._shape is None:
             stages = [_Stage(self, index, len(self._micro[0]["input_ids"]), shape[1]) for index in self.by_index]
-            self._schedule = _SCHEDULE_CLASSES[self.name](
+            self._schedule = SCHEDULE_CLASSES[self.name](
                 stages[0] if self.name in ONE_STAGE else stages, len(self._micro), loss_fn=self._loss, scale_grads=False
             )
             self._shape = shape
