@@ -14,7 +14,7 @@ from titan_moe.models.attention import attend, attention_mask
 from titan_moe.models.loss import IGNORE, token_losses
 from titan_moe.models.rope import Rotary
 from titan_moe.moe.balance import set_token_weight
-from titan_moe.parallelize import build_meshes, parallelize
+from titan_moe.parallelize import build_meshes, context, parallelize
 from titan_moe.parallelize.context import ContextParallel, check_context, local_positions, shard_sequence
 from titan_moe.plugins.recompute import recompute_layers
 
@@ -195,25 +195,25 @@ def test_recomputed_layers_share_the_sequence_again(run_ranks, method):
 
 
 def gathered_shapes():
-    """Shapes that all-gathers of latent attention receive, one layer after the other."""
+    """Shapes that latent attention sends to all ranks, one layer after the other."""
     meshes = build_meshes(Parallelism(context_parallel_degree=2))
     model = parallelize(build("deepseek_v3", mtp_depth=0), meshes, fsdp=False).eval()
     part = shard_sequence(whole_batch(False), meshes.dense["cp"].get_local_rank(), 2)
-    shapes, inner = [], dist.all_gather_into_tensor
+    shapes, inner = [], context.all_gather
 
-    def spy(out, *args, **kwargs):
-        shapes.append(tuple(out.shape))
-        return inner(out, *args, **kwargs)
+    def spy(x, *args):
+        shapes.append(tuple(x.shape))
+        return inner(x, *args)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dist, "all_gather_into_tensor", spy)
+        patch.setattr(context, "all_gather", spy)
         model(part["input_ids"], positions=part["positions"])
     return shapes
 
 
 def test_latent_attention_gathers_latents_not_heads(run_ranks):
-    # 2 ranks x 4 sequences, 16 tokens of each, 12 latent and 4 rotary dims; the heads have 4 x (12 + 10).
-    assert run_ranks(2, gathered_shapes) == [[(8, 16, 16)] * 2] * 2
+    # 4 sequences, 16 tokens of each, 12 latent and 4 rotary dims; the heads have 4 x (12 + 10).
+    assert run_ranks(2, gathered_shapes) == [[(4, 16, 16)] * 2] * 2
 
 
 @pytest.mark.parametrize("G", [1, 4])

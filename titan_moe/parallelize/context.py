@@ -21,6 +21,7 @@ from titan_moe.errors import ConfigError, nearest
 from titan_moe.models.attention import attend, attention_mask
 from titan_moe.models.base import shift_within_document, tokens_ahead
 from titan_moe.models.loss import IGNORE
+from titan_moe.moe.dispatch.wire import all_gather, scatter_sum
 
 Method = Literal["allgather", "alltoall"]
 METHODS: tuple[str, ...] = get_args(Method)
@@ -106,16 +107,12 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx, local: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
-        whole = local.new_empty((group.size(), *local.shape))
-        dist.all_gather_into_tensor(whole.flatten(0, 1), local.contiguous(), group=group)
-        return whole
+        return all_gather(local, local.shape[0], group).unflatten(0, (group.size(), -1))
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
-        local = grad.new_empty(grad.shape[1:])
-        dist.reduce_scatter_tensor(local, grad.contiguous().flatten(0, 1), group=ctx.group)
-        return local, None
+        return scatter_sum(grad.flatten(0, 1), ctx.group), None
 
 
 class _Exchange(torch.autograd.Function):
