@@ -39,6 +39,6 @@ __all__ = [
     "check_layout",
     "parallelize",
     "plan_for",
-    "swap_moe",
     "shard_sequence",
+    "swap_moe",
 ]
