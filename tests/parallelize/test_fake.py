@@ -92,7 +92,7 @@ def test_counts_are_those_of_real_ranks(run_ranks, degrees):
 
 def test_the_report_says_where_the_rank_sits_and_what_it_holds():
     report = fake_run(job(pp=2, vpp=2, ep=2, schedule="Interleaved1F1B"), 5, 8)
-    assert [stage.parts for stage in report.stages] == ["tt", "L"] or [s.index for s in report.stages] == [1, 3]
+    assert [(stage.index, stage.parts) for stage in report.stages] == [(1, "tt"), (3, "L")]
     text = str(report)
     assert "pp 2 x dp_replicate 1 x dp_shard 4 x cp 1 x tp 1; here pp 1 x dp_replicate 0 x dp_shard 1" in text
     assert "edp_shard 2 x ep 2 x etp 1; here pp 1 x edp_replicate 0 x edp_shard 0 x ep 1" in text
@@ -108,7 +108,7 @@ def test_activations_grow_with_the_micro_batch():
     assert 1.9 < fake_run(config, 0, 2).stages[0].saved_bytes / small < 2.6
 
 
-def test_recommended_layouts_only():
+def test_what_cannot_run_is_refused():
     with pytest.raises(ConfigError, match="RANK = 8: with NGPU = 8 processes ranks are 0 to 7"):
         fake_run(job(), 8, 8)
     with pytest.raises(ConfigError, match="expert_parallel_degree"):

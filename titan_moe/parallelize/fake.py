@@ -92,8 +92,9 @@ class FakeReport:
             f"  step    {self.micro_batches} micro-batches",
         ]
         lines += [
-            f"  stage {stage.index:3d}  {stage.parts}: {stage.parameters:,} parameters, here {stage.local_parameters:,}; "
-            f"gathered {_gib(stage.gathered_bytes)}; a micro-batch keeps {_gib(stage.saved_bytes)}; out {stage.output}"
+            f"  stage {stage.index:3d}  {stage.parts}: {stage.parameters:,} parameters, "
+            f"here {stage.local_parameters:,}; gathered {_gib(stage.gathered_bytes)}; "
+            f"a micro-batch keeps {_gib(stage.saved_bytes)}; out {stage.output}"
             for stage in self.stages
         ]
         return "\n".join([*lines, f"  took    {self.seconds:.1f} s"])
