@@ -184,7 +184,6 @@ def test_model_overrides_merge_moe_keys_under_the_override_table():
         ]
     )
     assert model_overrides(config) == {
-        "dispatcher": "local",
         "experts": "sequential",
         "selection": "round_robin",
         "capacity_factor": 2.0,

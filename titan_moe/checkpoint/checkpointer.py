@@ -13,7 +13,7 @@ from torch import nn
 from titan_moe.checkpoint import files, state
 from titan_moe.checkpoint.agree import on_all_ranks, on_rank_0
 from titan_moe.checkpoint.tensors import own_files, read_index, read_tensors, write_tensors
-from titan_moe.distributed import rank, world_size
+from titan_moe.distributed import gather_objects, rank, world_size
 from titan_moe.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
@@ -83,7 +83,8 @@ class Checkpointer:
         without = []
         if optimizer is not None:
             tensors |= state.optimizer_tensors(model, optimizer)
-            without = state.without_optimizer_state(model, optimizer)
+            lacking = gather_objects(state.without_optimizer_state(model, optimizer))
+            without = sorted({name for names in lacking for name in names})
         tensors |= {state.rank_key(rank(), name): value for name, value in (rank_tensors or {}).items()}
         about = {
             "step": step,
@@ -140,18 +141,26 @@ class Checkpointer:
         sizes = {name: size for name, (size, _) in manifest.files.items()}
         action = f"loading {folder} failed"
         prepared = None
+        elsewhere = {name for names in gather_objects(list(state.model_tensors(model))) for name in names}
 
         def prepare() -> None:
             nonlocal prepared
             about = _read_about(folder)
-            prepared = about, *_prepare_targets(model, optimizer, read_index(folder, sizes), about)
+            prepared = about, *_prepare_targets(model, optimizer, read_index(folder, sizes), about, elsewhere)
 
         on_all_ranks(action, prepare)
         about, targets, optimizer_state, rank_tensors = prepared
         read_tensors(folder, sizes, targets)
+        pairs = state.copies(model)
+        with torch.no_grad():
+            for first, other in pairs:
+                other.copy_(first)
         if optimizer is not None:
             optimizer.state.clear()
             optimizer.state.update(optimizer_state)
+            for first, other in pairs:
+                if first in optimizer_state:
+                    optimizer.state[other] = {key: value.clone() for key, value in optimizer_state[first].items()}
         return Loaded(manifest.step, about["extra"], rank_tensors, folder)
 
     def _prepare(self) -> None:
@@ -223,7 +232,11 @@ def _read_about(folder: Path) -> dict[str, Any]:
 
 
 def _prepare_targets(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None, saved: dict[str, Any], about: dict[str, Any]
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    saved: dict[str, Any],
+    about: dict[str, Any],
+    elsewhere: set[str],
 ) -> tuple[dict[str, torch.Tensor], dict[nn.Parameter, dict[str, torch.Tensor]], dict[str, torch.Tensor]]:
     """Tensors to fill by name, the optimizer's new state and this rank's own tensors, all checked to fit."""
     targets = state.model_tensors(model)
@@ -240,7 +253,7 @@ def _prepare_targets(
         absent = set(lacking) - set(about["without_optimizer_state"])
         if absent:
             raise CheckpointError(f"it lacks the optimizer state of {', '.join(sorted(absent)[:8])}")
-    state.check_fit(targets, saved, ignored)
+    state.check_fit(targets, saved, ignored, elsewhere)
     own: dict[str, torch.Tensor] = {}
     if about["world_size"] == world_size():
         prefix = state.rank_key(rank(), "")

@@ -3,6 +3,8 @@
 ``model.<parameter or persistent buffer>``, ``optim.<parameter>.<moment or step>``, ``rank.<r>.<name>``.
 """
 
+from collections.abc import Collection
+
 import torch
 from torch import nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -21,16 +23,36 @@ def global_name(name: str) -> str:
     return name
 
 
+def parts_of(model: nn.Module) -> list[nn.Module]:
+    """The modules whose names are global: a list of pipeline stages has them in its elements."""
+    return list(model) if isinstance(model, nn.ModuleList) else [model]
+
+
 def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and persistent buffers, sharing memory with the model; shared ones under their first name."""
+    """Parameters and persistent buffers, sharing memory with the model; shared ones under their first name.
+
+    Of a parameter that several pipeline stages of this rank hold a copy of, the first; see ``copies``.
+    """
     tensors: dict[str, torch.Tensor] = {}
     seen: set[int] = set()
-    for name, value in model.state_dict(keep_vars=True).items():
-        assert isinstance(value, torch.Tensor), f"{name} is extra state of type {type(value).__name__}, not a tensor"
-        if id(value) not in seen:
-            seen.add(id(value))
-            tensors[f"model.{global_name(name)}"] = value.detach()
+    for part in parts_of(model):
+        for name, value in part.state_dict(keep_vars=True).items():
+            assert isinstance(value, torch.Tensor), f"{name} is extra state of type {type(value).__name__}"
+            if id(value) not in seen:
+                seen.add(id(value))
+                tensors.setdefault(f"model.{global_name(name)}", value.detach())
     return tensors
+
+
+def copies(model: nn.Module) -> list[tuple[nn.Parameter, nn.Parameter]]:
+    """``(first, other)`` of each parameter that several pipeline stages of this rank hold under one name."""
+    first = _parameters(model)
+    pairs = []
+    for part in parts_of(model):
+        for name, parameter in part.named_parameters():
+            if parameter is not first[global_name(name)]:
+                pairs.append((first[global_name(name)], parameter))
+    return pairs
 
 
 def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
@@ -87,7 +109,10 @@ def named_state(model: nn.Module, state: dict[nn.Parameter, dict[str, torch.Tens
 
 
 def check_fit(
-    wanted: dict[str, torch.Tensor], saved: dict[str, TensorStorageMetadata], ignored_prefixes: tuple[str, ...]
+    wanted: dict[str, torch.Tensor],
+    saved: dict[str, TensorStorageMetadata],
+    ignored_prefixes: tuple[str, ...],
+    elsewhere: Collection[str] = (),
 ) -> None:
     """Compare names, shapes and dtypes.
 
@@ -95,11 +120,13 @@ def check_fit(
         wanted: what is to be loaded.
         saved: what the checkpoint has.
         ignored_prefixes: names that the checkpoint may have on top.
+        elsewhere: names of model tensors that other ranks load, as in a pipeline; what belongs to them is no surplus.
 
     Raises:
         CheckpointError: one line listing every kind of mismatch.
     """
-    unexpected = sorted(name for name in saved.keys() - wanted.keys() if not name.startswith(ignored_prefixes))
+    surplus = [name for name in saved.keys() - wanted.keys() if not name.startswith(ignored_prefixes)]
+    unexpected = sorted(name for name in surplus if _model_name(name) not in elsewhere)
     problems = [("missing", sorted(wanted.keys() - saved.keys())), ("unexpected", unexpected)]
     shapes, dtypes = [], []
     for name in sorted(wanted.keys() & saved.keys()):
@@ -114,13 +141,22 @@ def check_fit(
         raise CheckpointError("the checkpoint does not fit the model; " + "; ".join(lines))
 
 
+def _model_name(name: str) -> str:
+    """The name of the model's tensor that an entry of a checkpoint belongs to."""
+    return f"model.{name.removeprefix('optim.').rpartition('.')[0]}" if name.startswith("optim.") else name
+
+
 def local_elements(tensor: torch.Tensor) -> int:
     """Elements of ``tensor`` that this rank holds."""
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).numel()
 
 
 def _parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    return {global_name(name): parameter for name, parameter in model.named_parameters()}
+    parameters: dict[str, nn.Parameter] = {}
+    for part in parts_of(model):
+        for name, parameter in part.named_parameters():
+            parameters.setdefault(global_name(name), parameter)
+    return parameters
 
 
 def _shorten(names: list[str]) -> str:
