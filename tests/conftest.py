@@ -8,11 +8,19 @@ from pool import WorkerPool
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--slow", action="store_true", help="run the tests marked slow, and only those")
+    parser.addoption("--fuzz", type=int, metavar="N", help="run N random layouts of tests/parity, and only those")
+    parser.addoption("--seed", type=int, default=0, help="seed of the random layouts")
+    parser.addoption("--draw", type=int, metavar="I", help="run only random layout I of the seed")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    slow = config.getoption("--slow")
-    chosen = [item for item in items if (item.get_closest_marker("slow") is not None) == slow]
+    def marked(item: pytest.Item, name: str) -> bool:
+        return item.get_closest_marker(name) is not None
+
+    if config.getoption("--fuzz") is not None or config.getoption("--draw") is not None:
+        chosen = [item for item in items if marked(item, "fuzz")]
+    else:
+        chosen = [item for item in items if marked(item, "slow") == config.getoption("--slow")]
     if len(chosen) < len(items):
         config.hook.pytest_deselected(items=[item for item in items if item not in set(chosen)])
     items[:] = chosen

@@ -250,7 +250,8 @@ class Decoder(nn.Module):
                 f"seq_len = {seq_len} is more than the model's max_seq_len = {self.config.max_seq_len}. "
                 f"Shorten training.seq_len or raise model.override.max_seq_len."
             )
-        if document_ids is not None and document_ids.shape[1] != seq_len:
+        # A pipeline stage without attention does not know the whole.
+        if attentions and document_ids is not None and document_ids.shape[1] != seq_len:
             raise ConfigError(
                 f"document_ids of {document_ids.shape[1]} positions: they are those of all {seq_len} of the sequence, "
                 "also where ranks share it."
