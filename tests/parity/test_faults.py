@@ -140,19 +140,24 @@ def test_fault_16_the_bias_follows_the_counts_of_dp_cp_and_tp(run_ranks, layout)
 def live_tensors(case: Case) -> list[int]:
     run, seen = start(case), []
     batch = batch_of(case, 0)
-    for _ in range(20):
+    for step in range(20):
         run.backward(batch)
         run.finish()
         gc.collect()
-        seen.append(sum(isinstance(thing, torch.Tensor) for thing in gc.get_objects()))
+        if step == 1:
+            # What is there after two steps is left out, and need not be looked through again.
+            gc.freeze()
+        elif step > 1:
+            seen.append(sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects()))
+    gc.unfreeze()
     return seen
 
 
 @pytest.mark.parametrize("layout", [{"ep": 2}, {"pp": 2, "ep": 1}], ids=str)
 def test_fault_18_live_tensors_stay_flat_over_20_steps_with_recompute(run_ranks, layout):
-    case = make(ranks=2, rows=4, seq_len=8, num_layers=2, recompute=True, **layout)
+    case = make(ranks=2, rows=2, seq_len=8, mtp_depth=0, num_layers=1, num_dense_layers=0, recompute=True, **layout)
     for seen in run_ranks(2, live_tensors, case):
-        assert len(set(seen[2:])) == 1, seen
+        assert len(seen) == 18 and len(set(seen)) == 1, seen
 
 
 def constant_logits(case: Case) -> dict[str, torch.Tensor]:
