@@ -5,8 +5,9 @@ from layouts import TINY
 
 from titan_moe import models
 from titan_moe.config.degrees import Degrees
+from titan_moe.config.job import JobConfig
 from titan_moe.errors import ConfigError
-from titan_moe.parallelize.check import check_heads, check_model
+from titan_moe.parallelize.check import check_heads, check_layout, check_model
 
 
 def _config(family="qwen3_moe", **override):
@@ -60,3 +61,11 @@ def test_published_sizes_fit_what_they_are_trained_with(family):
     for config in models.FAMILIES[family].flavors.values():
         if config.num_layers > 4:
             check_model(config, Degrees(tp=4, ep=8, dp_shard=2))
+
+
+def test_compiled_layers_under_tp_are_refused():
+    job = JobConfig()
+    job.compile.enable = True
+    with pytest.raises(ConfigError, match=r"compile.enable = True with tensor_parallel_degree = 2"):
+        check_layout(job, _config(), Degrees(tp=2), 1)
+    check_layout(job, _config(), Degrees(), 1)

@@ -50,6 +50,11 @@ def check_layout(config: JobConfig, model_config: ModelConfig, degrees: Degrees,
             f"moe.dispatcher = 'local' with expert_parallel_degree {degrees.ep} x expert_tensor_parallel_degree "
             f"{degrees.etp}: tokens have to travel. Leave it out, or set 'alltoall' or 'allgather'."
         )
+    if config.compile.enable and degrees.tp > 1:
+        raise ConfigError(
+            f"compile.enable = True with tensor_parallel_degree = {degrees.tp}: graphs with DTensors between them do "
+            "not compile. Set compile.enable = False or tensor_parallel_degree = 1."
+        )
     check_model(model_config, degrees)
     check_context(
         config.training.seq_len,
