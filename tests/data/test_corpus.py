@@ -129,8 +129,34 @@ def lose_meta(cache):
     (cache / "meta.json").unlink()
 
 
+def change_tokens(cache):
+    # Ids beyond the vocabulary of 257, in a file of the right size.
+    with open(cache / "train.tokens.bin", "r+b") as file:
+        file.write(b"\xff\xff")
+
+
+def change_offsets(cache):
+    offsets = np.load(cache / "train.offsets.npy")
+    offsets[1] = 10**12
+    np.save(cache / "train.offsets.npy", offsets)
+
+
+def change_meta(cache):
+    meta = json.loads((cache / "meta.json").read_text())
+    meta["splits"]["train"]["bytes"] += 1
+    (cache / "meta.json").write_text(json.dumps(meta))
+
+
+def replace_meta(cache):
+    (cache / "meta.json").write_text("[]")
+
+
 @pytest.mark.parametrize(
-    "spoil", [spoil_meta, spoil_tokens, spoil_offsets, swap_offsets, pickle_offsets, lose_tokens, lose_meta]
+    "spoil",
+    [
+        *(spoil_meta, spoil_tokens, spoil_offsets, swap_offsets, pickle_offsets, lose_tokens, lose_meta),
+        *(change_tokens, change_offsets, change_meta, replace_meta),
+    ],
 )
 def test_damaged_cache_is_rebuilt_and_says_so(folder, tmp_path, spoil, caplog):
     source = open_source("text", folder)
@@ -140,7 +166,9 @@ def test_damaged_cache_is_rebuilt_and_says_so(folder, tmp_path, spoil, caplog):
     with caplog.at_level(logging.WARNING):
         again = open_corpus(source, ByteTokenizer(), tmp_path / "cache")["train"]
     assert documents_of(again) == before
-    assert "Rebuilding the damaged token cache" in caplog.text
+    assert again.num_bytes == corpus.num_bytes
+    (line,) = caplog.messages
+    assert line.startswith(f"Rebuilding the damaged token cache {corpus.folder} (")
 
 
 def test_interrupted_build_leaves_nothing_and_a_killed_ones_remains_are_removed(folder, tmp_path):
@@ -204,6 +232,16 @@ def test_bad_records_are_counted_and_the_count_survives_in_the_cache(tmp_path):
     # A cache made by skipping does not serve a run that does not skip.
     with pytest.raises(DataError, match=r"data\.jsonl:2"):
         open_corpus(source, ByteTokenizer(), tmp_path / "cache")
+
+
+def test_a_number_beyond_pythons_digits_makes_a_bad_record(tmp_path):
+    file = tmp_path / "data.jsonl"
+    file.write_text('{"text": "one"}\n{"text": "two", "n": ' + "1" * 5000 + "}\n")
+    source = open_source("jsonl", file)
+    with pytest.raises(DataError, match=r"data\.jsonl:2: .*too many digits.*skip_bad_records"):
+        open_corpus(source, ByteTokenizer(), tmp_path / "cache")
+    corpus = open_corpus(source, ByteTokenizer(), tmp_path / "cache", skip_bad_records=True)["train"]
+    assert corpus.bad_records == 1 and corpus.num_documents == 1
 
 
 def test_cache_folder_that_cannot_be_made(folder, tmp_path):

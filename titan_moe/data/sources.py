@@ -184,6 +184,8 @@ def _jsonl_text(line: bytes) -> tuple[str, str]:
         return "", f"not UTF-8 at byte {error.start} of the line"
     except json.JSONDecodeError as error:
         return "", f"not valid JSON ({error.msg} at column {error.colno})"
+    except ValueError:  # Python's bound on the digits of a whole number
+        return "", "not usable JSON (a number with too many digits)"
     except RecursionError:
         return "", "not usable JSON (nested too deeply)"
     if not isinstance(record, dict):
