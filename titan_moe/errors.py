@@ -5,11 +5,15 @@ traceback and exits with code 2 (configuration) or 1 (anything found later).
 """
 
 import os
+import re
 import sys
 import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
+
+_LONGEST_WORD = 200
+_LONGEST_LINE = 2000
 
 
 class ConfigError(ValueError):
@@ -72,6 +76,16 @@ def exit_code(error: Exception) -> int:
     return 2 if isinstance(error, ConfigError) else 1
 
 
+def shorten(text: str) -> str:
+    """``text`` without the middle of words over 200 characters, such as quoted values, and of itself over 2,000."""
+    text = re.sub(rf"\S{{{_LONGEST_WORD + 1},}}", lambda word: _cut(word[0], 100, 60), text)
+    return _cut(text, 1500, 400) if len(text) > _LONGEST_LINE else text
+
+
+def _cut(text: str, head: int, tail: int) -> str:
+    return f"{text[:head]}… ({len(text)} characters) …{text[-tail:]}"
+
+
 def print_error(message: str, rank: int | None = None) -> None:
     """The one line an error ends in, on stderr."""
     sys.stdout.flush()
@@ -81,7 +95,7 @@ def print_error(message: str, rank: int | None = None) -> None:
 
 def describe(error: BaseException) -> str:
     """An exception as one line; one that is not ours also says its type and how to see where it came from."""
-    text = " ".join(str(error).split())
+    text = shorten(" ".join(str(error).split()))
     if isinstance(error, ConfigError | DataError | CheckpointError | TrainingError):
         return text
     return f"{type(error).__name__}: {text} (--debug.traceback shows where)"

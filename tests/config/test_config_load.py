@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import titan_moe
-from titan_moe.config import JobConfig, from_dict, load_config, to_toml
+from titan_moe.config import JobConfig, from_dict, load_config, read_options, to_toml
 from titan_moe.config.load import option_fields
 from titan_moe.errors import ConfigError
 
@@ -119,6 +119,10 @@ def test_model_override_takes_any_field_and_literal(toml):
         ("[plugins]\nuse = 'recompute'\n", ["plugins.use = 'recompute'", "list of strings"]),
         ("[plugins]\nuse = [1]\n", ["plugins.use = [1]", "list of strings"]),
         ("[model]\noverride = 3\n", ["model.override = 3", "table"]),
+        ("[training]\nsteps = " + "1" * 5000, ["too many digits"]),
+        ("[training]\nsteps = 0x" + "1" * 5000, ["training.steps", "too many digits"]),
+        ("[optimizer]\nlr = 1" + "0" * 400, ["optimizer.lr", "float"]),
+        ("a = " + "[" * 3000 + "]" * 3000, ["nested too deeply"]),
         ("[training]\nsteps = \n", ["not valid TOML", "line 2"]),
     ],
 )
@@ -147,6 +151,9 @@ def test_a_bad_file_is_refused_with_file_key_and_way_out(toml, text, parts):
         (["--checkpoint.enable", "maybe"], ["--checkpoint.enable takes no value", "--checkpoint.no_enable"]),
         (["--checkpoint.no_enable", "1"], ["--checkpoint.no_enable takes no value"]),
         (["--model.override", "3"], ["--model.override"]),
+        (["--job.description", "a\udcff"], ["job.description", "not Unicode text"]),
+        (["--model.override.norm_eps", r"'\ud800'"], ["model.override.norm_eps", "not Unicode text"]),
+        (["--job.description", "--foo"], ["--job.description=VALUE"]),
         (["steps"], ["unexpected 'steps'", "--section.key value"]),
         (["-x"], ["unexpected '-x'"]),
         (["--"], ["unexpected '--'"]),
@@ -156,6 +163,44 @@ def test_a_bad_option_is_refused_with_the_way_out(argv, parts):
     message = refusal(*argv)
     for part in ["command line", *parts]:
         assert part in message
+
+
+def test_a_byte_order_mark_is_read_over(tmp_path: Path):
+    (tmp_path / "bom.toml").write_bytes(b"\xef\xbb\xbf[training]\r\nseed = 1\r\n")
+    assert load_config(["--job.config_file", str(tmp_path / "bom.toml")]).training.seed == 1
+
+
+@pytest.mark.parametrize("word", ["[" * 5000, "-" + "(" * 5000, "9" * 5000])
+def test_an_override_that_python_cannot_read_stays_a_word(word):
+    assert load_config(["--model.override.init_std", word]).model.override["init_std"] == word
+
+
+def sample(*, text: str, count: int = 3, scale: float | None = None, loud: bool = True) -> None:
+    """A command."""
+
+
+def test_options_of_a_command_are_typed_by_its_signature():
+    argv = ["--text=--foo", "--count", "4", "--scale", "2", "--no_loud"]
+    assert read_options(sample, argv, "sample") == {"text": "--foo", "count": 4, "scale": 2.0, "loud": False}
+    assert read_options(sample, ["--text", "-"], "sample") == {"text": "-"}
+
+
+@pytest.mark.parametrize(
+    ("argv", "part"),
+    [
+        ([], "--text is missing"),
+        (["--text", "a", "--cuont", "2"], "unknown option --cuont. Did you mean 'count'?"),
+        (["--text", "--foo"], "--text needs a value: a string. One that starts with -- is written --text=VALUE."),
+        (["--text", "a", "b"], "takes one value"),
+        (["--text", "a", "--count", "x"], "--count 'x': expected a whole number (int)"),
+        (["--text", "a", "--loud", "2"], "Write --loud or --no_loud."),
+        (["a"], "unexpected 'a'"),
+    ],
+)
+def test_a_wrong_option_of_a_command_is_refused_in_one_line(argv, part):
+    with pytest.raises(ConfigError) as caught:
+        read_options(sample, argv, "sample")
+    assert part in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_unreadable_files_say_why(tmp_path: Path):

@@ -2,7 +2,7 @@
 
 from titan_moe.config.degrees import Degrees, resolve_degrees
 from titan_moe.config.job import JobConfig
-from titan_moe.config.load import from_dict, load_config, to_toml
+from titan_moe.config.load import from_dict, load_config, read_options, to_toml
 from titan_moe.config.validate import (
     model_overrides,
     resolve_batch,
@@ -17,6 +17,7 @@ __all__ = [
     "from_dict",
     "load_config",
     "model_overrides",
+    "read_options",
     "resolve_batch",
     "resolve_degrees",
     "resolved_dtypes",

@@ -4,15 +4,16 @@ Both sources go through the same strict assignment, so they fail in the same wor
 """
 
 import ast
+import inspect
 import json
 import os
 import sys
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import Field, fields
 from difflib import get_close_matches
 from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from titan_moe.config.job import JobConfig
 from titan_moe.errors import ConfigError, nearest
@@ -107,17 +108,8 @@ def _read_command_line(argv: Sequence[str]) -> dict[str, Any]:
     """Option name to value, typed; the last of a repeated option counts."""
     legal = option_fields()
     given: dict[str, Any] = {}
-    rest = list(argv)
-    while rest:
-        token = rest.pop(0)
-        if not token.startswith("--") or token == "--":
-            raise ConfigError(f"command line: unexpected {token!r}. Options are written --section.key value.")
-        name, equals, inline = token[2:].partition("=")
+    for name, words in _options(argv):
         key = name.replace("-", "_")
-        words = [inline] if equals else []
-        while not equals and rest and not rest[0].startswith("--"):
-            words.append(rest.pop(0))
-
         section, _, last = key.rpartition(".")
         positive = f"{section}.{last.removeprefix('no_')}"
         if key.startswith(f"{OVERRIDE}."):
@@ -133,6 +125,55 @@ def _read_command_line(argv: Sequence[str]) -> dict[str, Any]:
     return given
 
 
+def read_options(target: Callable[..., Any], argv: Sequence[str], program: str) -> dict[str, Any]:
+    """Options of a command, as keyword arguments of ``target``; ``--help`` prints them and exits.
+
+    Args:
+        target: a dataclass or a function; its annotations are the types, parameters without a default are needed.
+        argv: arguments after the command's name.
+        program: name shown in the help page.
+
+    Raises:
+        ConfigError: unknown or missing option, or a value of the wrong type.
+    """
+    if "-h" in argv or "--help" in argv:
+        import tyro
+
+        tyro.cli(target, args=["--help"], prog=program, use_underscores=True)
+    kinds = get_type_hints(target)
+    parameters = inspect.signature(target).parameters
+    given: dict[str, Any] = {}
+    for name, words in _options(argv):
+        key = name.replace("-", "_")
+        positive = key.removeprefix("no_")
+        if key in parameters:
+            fits, given[key] = _convert(_parse(name, words, kinds[key]), kinds[key])
+            if not fits:
+                raise ConfigError(f"command line: --{name} {given[key]!r}: expected {_describe(kinds[key])}.")
+        elif positive in parameters and kinds[positive] is bool and not words:
+            given[positive] = False
+        else:
+            raise ConfigError(f"command line: unknown option --{name}.{nearest(key, parameters)}")
+    for key, parameter in parameters.items():
+        if key not in given and parameter.default is parameter.empty:
+            raise ConfigError(f"command line: --{key} is missing. {program} --help lists the options.")
+    return given
+
+
+def _options(argv: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
+    """Each option's name, and the words up to the next option."""
+    rest = list(argv)
+    while rest:
+        token = rest.pop(0)
+        if not token.startswith("--") or token == "--":
+            raise ConfigError(f"command line: unexpected {token!r}. Options are written --section.key value.")
+        name, equals, inline = token[2:].partition("=")
+        words = [inline] if equals else []
+        while not equals and rest and not rest[0].startswith("--"):
+            words.append(rest.pop(0))
+        yield name, words
+
+
 def _parse(name: str, words: list[str], kind: Any) -> Any:
     """The words after an option, as a value of its type; a word that does not fit is left for _assign to refuse."""
     if get_origin(kind) is list:
@@ -145,12 +186,13 @@ def _parse(name: str, words: list[str], kind: Any) -> Any:
         if word.lower() in ("true", "false"):
             return word.lower() == "true"
         if not (word == "None" and NoneType in arms):
-            section, _, key = name.rpartition(".")
+            section, dot, key = name.rpartition(".")
             raise ConfigError(
-                f"command line: --{name} takes no value, got {word!r}. Write --{name} or --{section}.no_{key}."
+                f"command line: --{name} takes no value, got {word!r}. Write --{name} or --{section}{dot}no_{key}."
             )
     if not words:
-        raise ConfigError(f"command line: --{name} needs a value: {_describe(kind)}.")
+        dashes = f" One that starts with -- is written --{name}=VALUE." if str in arms else ""
+        raise ConfigError(f"command line: --{name} needs a value: {_describe(kind)}.{dashes}")
     word = _single(name, words)
     if word == "None" and NoneType in arms:
         return None
@@ -177,7 +219,7 @@ def _literal(word: str) -> Any:
         return word.lower() == "true"
     try:
         value = ast.literal_eval(word)
-    except (ValueError, SyntaxError):
+    except (ValueError, SyntaxError, RecursionError, MemoryError):
         return word
     return value if value is None or isinstance(value, bool | int | float | str | list | dict) else word
 
@@ -198,7 +240,8 @@ def _assign_tree(config: JobConfig, tree: dict[str, Any], source: str) -> None:
 def _read_toml(path: str) -> dict[str, Any]:
     try:
         with open(path, "rb") as file:
-            return tomllib.load(file)
+            # Editors on Windows put a byte order mark first.
+            return tomllib.loads(file.read().decode("utf-8-sig"))
     except FileNotFoundError:
         folder, name = os.path.split(path)
         found = [entry for entry in _listing(folder or ".") if entry.endswith(".toml")]
@@ -213,6 +256,10 @@ def _read_toml(path: str) -> dict[str, Any]:
         raise ConfigError(f"{path}: not a TOML file: not UTF-8 text at byte {error.start}.") from None
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path}: not valid TOML: {error}.") from None
+    except ValueError:  # Python's bound on the digits of a whole number
+        raise ConfigError(f"{path}: not usable TOML: a number with too many digits.") from None
+    except RecursionError:
+        raise ConfigError(f"{path}: not usable TOML: nested too deeply.") from None
 
 
 def _listing(folder: str) -> list[str]:
@@ -222,6 +269,7 @@ def _listing(folder: str) -> list[str]:
 def _assign(config: JobConfig, key: str, value: Any, source: str) -> None:
     section, _, name = key.partition(".")
     legal = option_fields()
+    _check_text(f"{source}: {key}", value)
     if name.startswith("override.") and section == "model":
         config.model.override[name.removeprefix("override.")] = value
     elif key not in legal:
@@ -235,6 +283,16 @@ def _assign(config: JobConfig, key: str, value: Any, source: str) -> None:
             near = f" Did you mean {close[0]!r}?" if close else ""
             raise ConfigError(f"{source}: {key} = {value!r}: expected {_describe(kind)}.{near}")
         setattr(getattr(config, section), name, converted)
+
+
+def _check_text(where: str, value: Any) -> None:
+    """Refuses lone surrogates, as undecodable bytes of the command line become: no file could hold them."""
+    try:
+        str(value).encode("utf-8")
+    except UnicodeEncodeError:
+        raise ConfigError(f"{where} = {value!a}: not Unicode text; it holds half a character.") from None
+    except (ValueError, RecursionError):  # too many digits to print
+        raise ConfigError(f"{where}: a number with too many digits, or nested too deeply.") from None
 
 
 def _convert(value: Any, kind: Any) -> tuple[bool, Any]:
@@ -254,7 +312,10 @@ def _convert(value: Any, kind: Any) -> tuple[bool, Any]:
     if origin is dict:
         return isinstance(value, dict), value
     if kind is float and type(value) is int:
-        return True, float(value)
+        try:
+            return True, float(value)
+        except OverflowError:
+            return False, value
     return type(value) is kind, value
 
 
