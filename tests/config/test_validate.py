@@ -66,6 +66,20 @@ def test_legal_settings_pass(tmp_path, options):
         ("--checkpoint.enable --checkpoint.initial_load_path nowhere", ["initial_load_path = 'nowhere'"]),
         ("--checkpoint.initial_load_path .", ["checkpoint.enable"]),
         ("--checkpoint.initial_load_in_hf", ["needs checkpoint.initial_load_path"]),
+        ("--checkpoint.load_step 3", ["checkpoint.load_step needs checkpoint.enable"]),
+        ("--checkpoint.enable --checkpoint.load_step 3", ["checkpoint.load_step = 3: no step-3 in"]),
+        (
+            "--checkpoint.enable --checkpoint.initial_load_in_hf --checkpoint.initial_load_path .",
+            ["initial_load_path = '.': no config.json"],
+        ),
+        ("--profiling.enable_profiling --profiling.profile_freq 1", ["profile_freq = 1: must be at least 2"]),
+        ("--training.local_batch_size 9999999999999", ["local_batch_size = 9999999999999", "at most 1048576"]),
+        ("--training.local_batch_size 1048576", ["2147483648 tokens", "at most 268435456"]),
+        (f"--training.global_batch_size {10**23}", ["global_batch_size", "at most 16777216"]),
+        ("--training.num_workers 100000", ["num_workers = 100000", "at most 1024"]),
+        ("--model.override.num_layers 9999999", ["num_layers = 9999999", "at most 10000"]),
+        (f"--model.override.dim {10**12}", ["model.override.dim", "at most 2147483648"]),
+        (f"--moe.pad_counts_to {10**30}", ["moe.pad_counts_to", "at most 1048576"]),
         ("--comm.train_timeout_seconds 0", ["comm.train_timeout_seconds = 0"]),
         ("--validation.enable --validation.freq 0", ["validation.freq = 0"]),
         ("--validation.enable --validation.steps 0", ["validation.steps = 0", "-1"]),
@@ -112,6 +126,20 @@ def test_an_unwritable_dump_folder_is_refused(tmp_path):
         config = load_config(["--job.dump_folder", str(folder)])
         with pytest.raises(ConfigError, match="cannot be written"):
             validate(config, 1)
+
+
+def test_memory_snapshots_without_a_gpu_are_refused_before_anything_is_written(tmp_path, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(ConfigError, match=r"enable_memory_snapshot = true needs a CUDA GPU"):
+        validate(configure(tmp_path, "--profiling.enable_memory_snapshot"), 1)
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_unusable_checkpoint_folder_is_refused(tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "checkpoint").write_text("")
+    with pytest.raises(ConfigError, match=r"checkpoint\.folder = .*cannot be written \(File exists\)"):
+        validate(configure(tmp_path, "--checkpoint.enable"), 1)
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root writes everywhere")

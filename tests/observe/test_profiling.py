@@ -1,10 +1,8 @@
 import json
 
-import pytest
 import torch
 
 from titan_moe.config import JobConfig
-from titan_moe.errors import ConfigError
 from titan_moe.observe import Profiler
 
 
@@ -46,11 +44,3 @@ def test_a_resumed_run_names_traces_by_the_global_step(tmp_path):
 def test_nothing_is_written_unless_asked(tmp_path):
     run(job(tmp_path), 1, 20)
     assert not list(tmp_path.iterdir())
-
-
-def test_bad_settings_are_refused(tmp_path, monkeypatch):
-    with pytest.raises(ConfigError, match=r"profile_freq = 1: must be at least 2"):
-        run(job(tmp_path, enable_profiling=True, profile_freq=1), 1, 2)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(ConfigError, match=r"enable_memory_snapshot = true needs a CUDA GPU"):
-        run(job(tmp_path, enable_memory_snapshot=True), 1, 2)

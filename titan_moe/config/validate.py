@@ -32,6 +32,22 @@ _AT_LEAST = {
     "comm.train_timeout_seconds": 1,
     "debug.seed": 0,
 }
+# Far beyond any run: what is over it is a slip, and would end in a MemoryError or in endless silence.
+_AT_MOST = {
+    "training.steps": 10**9,
+    "training.seq_len": 2**26,
+    "training.local_batch_size": 2**20,
+    "training.global_batch_size": 2**24,
+    "training.num_workers": 1024,
+    "parallelism.virtual_pipeline_degree": 1024,
+    "parallelism.pipeline_parallel_microbatch_size": 2**20,
+    "moe.pad_counts_to": 2**20,
+    "comm.init_timeout_seconds": 10**7,
+    "comm.train_timeout_seconds": 10**7,
+}
+_TOKENS_AT_MOST = 2**28
+_OVERRIDE_AT_MOST = {"num_layers": 10_000, "num_dense_layers": 10_000, "mtp_depth": 100, "num_experts": 100_000}
+_OTHER_OVERRIDES_AT_MOST = 2**31
 _POSITIVE = ("optimizer.lr", "optimizer.eps")
 _SHARES = ("lr_scheduler.decay_ratio", "lr_scheduler.min_lr_factor")
 _BETAS = ("optimizer.beta1", "optimizer.beta2")
@@ -48,13 +64,23 @@ def validate(config: JobConfig, world_size: int = 1) -> None:
         ConfigError: the value, the rule and the way out.
     """
     _check_ranges(config)
+    _check_sizes(config)
     _check_data(config)
     _check_checkpoint(config)
+    _check_profiling(config)
     degrees = resolve_degrees(config.parallelism, world_size)
-    resolve_batch(config, degrees.dp_replicate * degrees.dp_shard)
+    batch = resolve_batch(config, degrees.dp_replicate * degrees.dp_shard)
+    tokens = batch.local * config.training.seq_len
+    if tokens > _TOKENS_AT_MOST:
+        raise ConfigError(
+            f"training.local_batch_size x training.seq_len = {batch.local} x {config.training.seq_len} = {tokens} "
+            f"tokens per process and forward pass: must be at most {_TOKENS_AT_MOST}. Accumulate smaller batches."
+        )
     if config.metrics.enable_wandb:
         _need("wandb", "metrics.enable_wandb", "titan_moe[wandb]")
-    _check_writable(config.job.dump_folder)
+    _check_writable(config.job.dump_folder, "job.dump_folder")
+    if config.checkpoint.enable:
+        _check_writable(os.path.join(config.job.dump_folder, config.checkpoint.folder), "checkpoint.folder")
 
 
 def resolved_seed(config: JobConfig) -> int:
@@ -162,6 +188,17 @@ def _check_ranges(config: JobConfig) -> None:
             raise ConfigError(f"{key} = {value}: must be less than 2**63.")
 
 
+def _check_sizes(config: JobConfig) -> None:
+    for key, most in _AT_MOST.items():
+        value = _value(config, key)
+        if value is not None and value > most:
+            raise ConfigError(f"{key} = {value}: must be at most {most}.")
+    for name, value in config.model.override.items():
+        most = _OVERRIDE_AT_MOST.get(name, _OTHER_OVERRIDES_AT_MOST)
+        if type(value) is int and value > most:
+            raise ConfigError(f"model.override.{name} = {value}: must be at most {most}.")
+
+
 def _check_data(config: JobConfig) -> None:
     training, validation = config.training, config.validation
     _check_dataset("training", training.dataset, training.dataset_path)
@@ -210,8 +247,32 @@ def _check_checkpoint(config: JobConfig) -> None:
         raise ConfigError(f"checkpoint.initial_load_path = {path!r}: no such file or folder.")
     if checkpoint.initial_load_in_hf and path is None:
         raise ConfigError("checkpoint.initial_load_in_hf needs checkpoint.initial_load_path: the folder to read.")
-    if path is not None and not checkpoint.enable:
-        raise ConfigError("checkpoint.initial_load_path needs checkpoint.enable. Add --checkpoint.enable.")
+    if not checkpoint.enable:
+        for key, unset in (("initial_load_path", None), ("load_step", -1)):
+            if getattr(checkpoint, key) != unset:
+                raise ConfigError(f"checkpoint.{key} needs checkpoint.enable. Add --checkpoint.enable.")
+        return
+    if path is not None and checkpoint.initial_load_in_hf and not os.path.isfile(os.path.join(path, "config.json")):
+        raise ConfigError(f"checkpoint.initial_load_path = {path!r}: no config.json in it, so no Hugging Face folder.")
+    folder = os.path.join(config.job.dump_folder, checkpoint.folder)
+    if checkpoint.load_step >= 0 and not os.path.isdir(os.path.join(folder, f"step-{checkpoint.load_step}")):
+        raise ConfigError(
+            f"checkpoint.load_step = {checkpoint.load_step}: no step-{checkpoint.load_step} in {folder}. "
+            "Name a step that is there, or -1 for the newest."
+        )
+
+
+def _check_profiling(config: JobConfig) -> None:
+    profiling = config.profiling
+    if (profiling.enable_profiling or profiling.enable_memory_snapshot) and profiling.profile_freq < 2:
+        raise ConfigError(f"profiling.profile_freq = {profiling.profile_freq}: must be at least 2 (one step warms up).")
+    if profiling.enable_memory_snapshot:
+        import torch
+
+        if not torch.cuda.is_available():
+            raise ConfigError(
+                "profiling.enable_memory_snapshot = true needs a CUDA GPU, and there is none. Switch it off."
+            )
 
 
 def _need(module: str, key: str, extra: str) -> None:
@@ -219,7 +280,7 @@ def _need(module: str, key: str, extra: str) -> None:
         raise ConfigError(f"{key} needs the package {module}, which is not installed: pip install '{extra}'.")
 
 
-def _check_writable(folder: str) -> None:
+def _check_writable(folder: str, key: str) -> None:
     try:
         os.makedirs(folder, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
@@ -227,5 +288,5 @@ def _check_writable(folder: str) -> None:
     except OSError as error:
         reason = error.strerror or str(error)
         raise ConfigError(
-            f"job.dump_folder = {folder!r}: cannot be written ({reason}). Name a folder you can write to."
+            f"{key} = {folder!r}: cannot be written ({reason}). Name a folder you can write to."
         ) from None
