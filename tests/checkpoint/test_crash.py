@@ -157,6 +157,22 @@ def test_leftovers_of_killed_runs_go_and_a_checkpoint_being_replaced_comes_back(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["notes", "step-1", "step-2", "step-3"]
 
 
+@pytest.mark.parametrize("kind", ["file", "link"])
+def test_a_file_with_a_checkpoints_name_does_not_stop_the_run(tmp_path, kind):
+    checkpointer = three_checkpoints(tmp_path / "c")
+    for name in ("step-4", "step-9.old-1"):
+        if kind == "file":
+            (tmp_path / "c" / name).write_text("x")
+        else:
+            (tmp_path / "c" / name).symlink_to(tmp_path / "gone")
+    checkpointer.save(4, network())
+    assert checkpointer.steps() == [1, 2, 3, 4]
+    (tmp_path / "c" / "step-9").mkdir()
+    Checkpointer(tmp_path / "c")
+    names = sorted(path.name for path in (tmp_path / "c").iterdir())
+    assert names == ["step-1", "step-2", "step-3", "step-4", "step-9"]
+
+
 def test_the_serial_counts_on_and_the_manifest_covers_every_file(tmp_path):
     three_checkpoints(tmp_path)
     manifest = read_manifest(tmp_path / "step-3")

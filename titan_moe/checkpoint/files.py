@@ -132,34 +132,42 @@ def new_folder(parent: Path, step: int) -> Path:
 
 
 def publish(folder: Path, final: Path) -> None:
-    """Give a complete ``folder`` its name in one move; a checkpoint that had it is removed after that."""
+    """Give a complete ``folder`` its name in one move; a checkpoint, or a file, that had it is removed after that."""
     old = None
-    if final.exists():
+    if os.path.lexists(final):
         old = final.with_name(f"{final.name}.old-{os.getpid()}")
         final.rename(old)
     folder.rename(final)
     flush_folder(final.parent)
     if old is not None:
-        shutil.rmtree(old)
+        _delete(old)
 
 
 def remove(folder: Path) -> None:
     """Remove a checkpoint; a kill halfway leaves nothing that has a checkpoint's name."""
     doomed = folder.with_name(f"{folder.name}.tmp-removed-{os.getpid()}")
     folder.rename(doomed)
-    shutil.rmtree(doomed)
+    _delete(doomed)
 
 
 def clean(parent: Path) -> None:
     """Remove what runs that were killed left behind, and put back a checkpoint that was being replaced."""
     for path in parent.iterdir():
         match = _LEFTOVER.fullmatch(path.name)
-        if match and path.is_dir():
+        if match:
             final = parent / f"step-{match[1]}"
-            if match[2] == "old" and not final.exists():
+            if match[2] == "old" and not os.path.lexists(final):
                 path.rename(final)
             else:
-                shutil.rmtree(path)
+                _delete(path)
+
+
+def _delete(path: Path) -> None:
+    """Remove a folder, or a file or link that has a folder's name."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
 
 
 def _body_crc(body: dict[str, Any]) -> int:
