@@ -262,6 +262,14 @@ def test_settings_that_cannot_work(config, section, key, value, message):
         build_loader(config, TOKENIZER, dp_rank=0, dp_size=2, split="validation")
 
 
+def test_a_validation_path_is_not_looked_at_while_validation_is_off(config):
+    config.validation.dataset_path = "nowhere"
+    build_loader(config, TOKENIZER, dp_rank=0, dp_size=1)
+    config.validation.enable = True
+    with pytest.raises(ConfigError, match="nowhere"):
+        build_loader(config, TOKENIZER, dp_rank=0, dp_size=1)
+
+
 CHILD = """
 import os, signal, sys, time
 from titan_moe.config.job import JobConfig

@@ -153,13 +153,13 @@ def test_unknown_kind_names_the_nearest():
 def test_paths_that_cannot_be_used(tmp_path):
     with pytest.raises(ConfigError, match=r"dataset = 'text' needs training\.dataset_path"):
         open_source("text", None)
-    with pytest.raises(DataError, match=r"no file or folder '.*nowhere'"):
+    with pytest.raises(ConfigError, match=r"no file or folder '.*nowhere'"):
         open_source("text", tmp_path / "nowhere")
     for kind in ("text", "jsonl", "parquet", "huggingface"):
-        with pytest.raises(DataError, match=f"holds no .* file for dataset '{kind}'"):
+        with pytest.raises(ConfigError, match=f"holds no .* file for dataset '{kind}'"):
             open_source(kind, tmp_path)
     (tmp_path / "file").write_text("x")
-    with pytest.raises(DataError, match="is a file; dataset 'huggingface' reads a folder"):
+    with pytest.raises(ConfigError, match="is a file; dataset 'huggingface' reads a folder"):
         open_source("huggingface", tmp_path / "file")
 
 

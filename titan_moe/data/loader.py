@@ -304,7 +304,8 @@ def _open_split(config: JobConfig, tokenizer: Tokenizer, split: str, report: boo
     training, validation = config.training, config.validation
     source = open_source(training.dataset, training.dataset_path)
     shared, section = True, "training"
-    if validation.dataset is not None or validation.dataset_path is not None:
+    wanted = validation.enable or split == "validation"
+    if wanted and (validation.dataset is not None or validation.dataset_path is not None):
         kind = training.dataset if validation.dataset is None else validation.dataset
         path = validation.dataset_path
         if path is None and kind != "stdlib":
@@ -313,7 +314,7 @@ def _open_split(config: JobConfig, tokenizer: Tokenizer, split: str, report: boo
         shared = (other.kind, other.root.resolve()) == (source.kind, source.root.resolve())
         if split == "validation" and not shared:
             source, section = other, "validation"
-    held_out = shared and (validation.enable or split == "validation")
+    held_out = shared and wanted
     if held_out and not 0 < validation.fraction < 1:
         raise ConfigError(f"validation.fraction = {validation.fraction} must be above 0 and below 1.")
     corpora = open_corpus(

@@ -92,8 +92,8 @@ def open_source(kind: str, path: str | os.PathLike | None, section: str = "train
         section: configuration section to name in errors.
 
     Raises:
-        ConfigError: unknown kind, or a path where none belongs or the reverse.
-        DataError: the path is missing, of the wrong sort, or holds no fitting file.
+        ConfigError: unknown kind, a path where none belongs or the reverse, or one that is missing, of the wrong
+            sort, or without a fitting file.
     """
     if kind not in KINDS:
         raise ConfigError(f"{section}.dataset = {kind!r} is not a kind of dataset.{nearest(kind, KINDS)}")
@@ -109,16 +109,18 @@ def open_source(kind: str, path: str | os.PathLike | None, section: str = "train
         raise ConfigError(f"{section}.dataset = {kind!r} needs {section}.dataset_path, a file or folder.")
     root, reader, suffixes = Path(path), _READERS[kind], _SUFFIXES[kind]
     if not root.exists():
-        raise DataError(f"{section}.dataset_path: no file or folder {str(root)!r}.")
+        raise ConfigError(f"{section}.dataset_path: no file or folder {str(root)!r}.")
     if kind == "huggingface" and not root.is_dir():
-        raise DataError(f"{str(root)!r} is a file; dataset 'huggingface' reads a folder made by save_to_disk.")
+        raise ConfigError(f"{str(root)!r} is a file; dataset 'huggingface' reads a folder made by save_to_disk.")
     files = [root] if root.is_file() else _walk(root, suffixes, frozenset({"__pycache__"}))
     return _found(Source(kind, root, files, reader), ", ".join(f"*{suffix}" for suffix in suffixes or ("",)))
 
 
 def _found(source: Source, pattern: str) -> Source:
     if not source.files:
-        raise DataError(f"The dataset folder {str(source.root)!r} holds no {pattern} file for dataset {source.kind!r}.")
+        raise ConfigError(
+            f"The dataset folder {str(source.root)!r} holds no {pattern} file for dataset {source.kind!r}."
+        )
     return source
 
 
