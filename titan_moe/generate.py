@@ -1,16 +1,15 @@
 """Sampling from a trained model, so that a person sees what it learned."""
 
+import math
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
 import torch
-import tyro
 from torch import Tensor, nn
 
 from titan_moe.checkpoint import find_checkpoint, load_weights, saved_config
-from titan_moe.config import from_dict, model_overrides, resolved_dtypes
+from titan_moe.config import from_dict, model_overrides, read_options, resolved_dtypes
 from titan_moe.data import build_tokenizer
 from titan_moe.errors import ConfigError
 from titan_moe.hf import load_hf
@@ -87,7 +86,9 @@ def sample(
         else:
             if 0 < top_k < logits_V.numel():
                 logits_V[logits_V < logits_V.topk(top_k).values[-1]] = -torch.inf
-            token = int(torch.multinomial((logits_V / temperature).softmax(0), 1, generator=generator))
+            # The best logit is 0, so that no temperature, however low, makes inf / inf.
+            scaled_V = (logits_V - logits_V.max()).double() / temperature
+            token = int(torch.multinomial(scaled_V.softmax(0), 1, generator=generator))
         if token == eos_id:
             return
         ids.append(token)
@@ -96,12 +97,14 @@ def sample(
 
 def main(argv: list[str]) -> None:
     """``titan-moe generate``."""
-    args = tyro.cli(
-        Annotated[Generate, tyro.conf.arg(name="")], args=argv, prog="titan-moe generate", use_underscores=True
-    )
+    args = Generate(**read_options(Generate, argv, "titan-moe generate"))
     for name, low in (("max_new_tokens", 1), ("temperature", 0), ("top_k", 0)):
         if getattr(args, name) < low:
             raise ConfigError(f"--{name} {getattr(args, name)}: must be at least {low}.")
+    if not math.isfinite(args.temperature):
+        raise ConfigError(f"--temperature {args.temperature}: must be finite; 0 takes the likeliest token each time.")
+    if not -(2**63) <= args.seed < 2**63:
+        raise ConfigError(f"--seed {args.seed}: must be at least -2**63 and less than 2**63.")
     model, tokenizer = load(args.checkpoint, args.tokenizer)
     prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
     # An empty prompt starts a document, which is what follows an end-of-text token.
