@@ -1,13 +1,14 @@
 """Drops and zero-weight slots against loops over experts."""
 
 import math
+from fractions import Fraction
 
 import oracle_routing as oracle
 import pytest
 import torch
 
 from titan_moe.moe.balance import Balance
-from titan_moe.moe.capacity import apply_capacity, capacity, pad_counts
+from titan_moe.moe.capacity import apply_capacity, capacity, pad_counts, valid_capacity
 from titan_moe.moe.config import MoEConfig
 from titan_moe.moe.router import Router
 from titan_moe.moe.routing import Routing, count_experts
@@ -121,6 +122,24 @@ def test_capacity_is_the_ceiling_and_at_most_all_tokens(factor, want):
     assert capacity(T, K, E, factor) == want
 
 
+@pytest.mark.parametrize("factor", ["1.1", "1", "0.7", "0.000001", "0.000000001", "1.000001", "2.3", "1.15", "1e300"])
+@pytest.mark.parametrize("K, E", [(2, 4), (1, 7), (8, 256), (3, 3)])
+def test_capacity_is_exact_on_host_and_device(factor, K, E):
+    assert capacity(100, 2, 4, 1.1) == 55  # 100 * 2 / 4 * 1.1 is 55.00000000000001 in floating point.
+    for tokens in (0, 1, 7, 100, 700, 4096):
+        # In decimals, which is what the user wrote.
+        want = min(tokens, math.ceil(Fraction(factor) * tokens * K / E))
+        assert capacity(tokens, K, E, float(factor)) == want
+        valid = torch.arange(2 * tokens + 1) < tokens
+        rows = valid_capacity(2 * tokens + 1, valid, K, E, float(factor))
+        assert rows.dtype == torch.int64 and rows.item() == want
+
+
+def test_a_factor_without_decimals_counts_as_the_fraction_it_stands_for():
+    # 5/3 is rounded up in floating point.
+    assert capacity(6, 1, 2, 5 / 3) == 5 and capacity(6, 1, 2, 1 / 3) == 1
+
+
 @pytest.mark.parametrize("padding", [False, True])
 @pytest.mark.parametrize("multiple", [2, 8, 12])
 @pytest.mark.parametrize("selection", ["top_k", "expert_choice"])
@@ -150,6 +169,18 @@ def test_pad_counts_leaves_empty_experts_empty_and_stops_at_all_tokens():
     assert tokens(padded, 0) == [0, 1, 2, 4] and tokens(padded, 1) == [0, 1, 2, 3]
     stopped = pad_counts(routing_of([[0], [0], [0], [1], [0]], [[1.0]] * 5, 3), 16)
     assert stopped.counts_E.tolist() == [5, 5, 0] and stopped.max_rows == 15
+
+
+def test_rounding_counts_up_after_padding_to_capacity_uses_each_token_once():
+    router, balance, x = make(capacity_factor=0.75, pad_to_capacity=True)
+    valid = torch.arange(T) % 8 == 0
+    full = apply_capacity(router(x, balance, valid)[0], router.config, valid)
+    padded = pad_counts(full, 4, valid)
+    assert (full.expert_ids_TK[~valid] >= 0).any()  # The first fill has used padding.
+    rows = math.ceil(T * K / E * 0.75 / 4) * 4
+    assert padded.counts_E.tolist() == [rows] * E
+    assert [len(tokens(padded, e)) for e in range(E)] == [rows] * E
+    assert torch.equal(dense(padded), dense(full))
 
 
 def test_fault_38_capacity_without_tokens():

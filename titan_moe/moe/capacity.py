@@ -6,6 +6,7 @@ expert, so an expert never sees a token twice and never holds more than T rows.
 """
 
 import math
+from fractions import Fraction
 
 import torch
 from torch import Tensor
@@ -14,10 +15,26 @@ from titan_moe.kernels.router_topk import stable_topk
 from titan_moe.moe.config import MoEConfig
 from titan_moe.moe.routing import Routing, count_experts
 
+_DENOMINATOR = 10**6
+
 
 def capacity(num_tokens: int, top_k: int, num_experts: int, factor: float = 1.0) -> int:
-    """Rows of one expert: ceil(T K / E x factor), and at most T, since a token goes to an expert once."""
-    return min(num_tokens, math.ceil(num_tokens * top_k / num_experts * factor))
+    """Rows of one expert: ceil(T K / E x factor), and at most T, since a token goes to an expert once.
+
+    The factor stands for the nearest fraction with a denominator of at most a million, so 1.1 for 11/10: in floating
+    point 100 x 2 / 4 x 1.1 is more than 55.
+    """
+    numerator, denominator = _share(top_k, num_experts, factor)
+    return -(-num_tokens * numerator // denominator)
+
+
+def _share(top_k: int, num_experts: int, factor: float) -> tuple[int, int]:
+    """An expert's share of the tokens, K / E x factor and at most 1, as numerator and denominator.
+
+    Both are below 2^63 / T for any T that fits in memory, so that the product with T tokens is exact in int64.
+    """
+    exact = max(Fraction(factor).limit_denominator(_DENOMINATOR), Fraction(1, _DENOMINATOR))
+    return min(exact * top_k / num_experts, Fraction(1)).as_integer_ratio()
 
 
 def valid_capacity(
@@ -30,8 +47,8 @@ def valid_capacity(
     if valid_T is None:
         return capacity(num_tokens, top_k, num_experts, factor)
     n = valid_T.sum()
-    rows = (n.double() * top_k / num_experts * factor).ceil().long()
-    return torch.minimum(rows, n)
+    numerator, denominator = _share(top_k, num_experts, factor)
+    return -(-n * numerator // denominator)
 
 
 def apply_capacity(routing: Routing, config: MoEConfig, valid_T: Tensor | None = None) -> Routing:
@@ -112,7 +129,8 @@ def _fill(routing: Routing, target_E: Tensor, max_rows: int, valid_T: Tensor | N
     map_TE = map_TE | free_TE & (free_TE.cumsum(0) <= missing_E)
     if valid_T is not None:
         missing_E = missing_E - free_TE.sum(0)
-        free_TE = ~valid_T[:, None].expand_as(free_TE)
+        # Padding may hold slots already, from an earlier fill.
+        free_TE = ~map_TE & ~valid_T[:, None]
         map_TE = map_TE | free_TE & (free_TE.cumsum(0) <= missing_E)
     experts_E = torch.arange(map_TE.shape[1], device=map_TE.device)
     return Routing(torch.where(map_TE, experts_E, -1), _dense_weights(routing), target_E, max_rows)
