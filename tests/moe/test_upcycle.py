@@ -41,12 +41,15 @@ def build(granularity=1, num_experts=8, top_k=2, gate=True, router_rows=None, **
         {"score_function": "sigmoid", "route_scale": 2.5},
         {"score_function": "sigmoid", "normalize_weights": False},
         {"score_function": "sqrtsoftplus", "normalize_weights": False, "route_scale": 0.7},
+        {"num_groups": 4, "topk_groups": 2, "num_experts": 16},
     ],
-    ids=["post-softmax", "pre-softmax", "sigmoid-normalised", "sigmoid", "sqrtsoftplus"],
+    ids=["post-softmax", "pre-softmax", "sigmoid-normalised", "sigmoid", "sqrtsoftplus", "groups"],
 )
 def test_upcycled_layer_equals_the_dense_ffn(experts, activation, granularity, top_k, scoring):
     gate_HD, up_HD, down_DH = ffn()
-    layer = build(granularity, 8, top_k, activation != "relu2", experts=experts, activation=activation, **scoring)
+    layer = build(
+        granularity, top_k=top_k, gate=activation != "relu2", experts=experts, activation=activation, **scoring
+    )
     x = torch.randn(2, 9, D, dtype=torch.float64)
     expected = DENSE[activation](x @ gate_HD.T, x @ up_HD.T) @ down_DH.T
     torch.testing.assert_close(layer(x), expected, atol=1e-12 * expected.abs().max().item(), rtol=0)
@@ -62,6 +65,15 @@ def test_post_softmax_is_exact_for_any_router(granularity):
     torch.testing.assert_close(layer(x), expected, atol=1e-12 * expected.abs().max().item(), rtol=0)
     ids = layer.router(x.view(-1, D), layer.balance)[0].expert_ids_TK
     assert ids.unique().numel() == 8  # the router does choose
+
+
+@pytest.mark.parametrize("score", ["sigmoid", "sqrtsoftplus"])
+def test_one_expert_per_token_is_exact_although_its_weight_is_not_normalised(score):
+    gate_HD, up_HD, down_DH = ffn()
+    layer = build(1, 8, 1, score_function=score, normalize_weights=True, route_scale=2.5)
+    x = torch.randn(1, 50, D, dtype=torch.float64)
+    expected = (F.silu(x @ gate_HD.T) * (x @ up_HD.T)) @ down_DH.T
+    torch.testing.assert_close(layer(x), expected, atol=1e-12 * expected.abs().max().item(), rtol=0)
 
 
 def test_expert_layout_and_router_rows():
@@ -87,6 +99,14 @@ def test_expert_layout_and_router_rows():
         ({"shared_hidden_dim": 4}, "shared_hidden_dim = 4 has no counterpart"),
         ({"latent_dim": 4}, "latent_dim = 4 has no counterpart"),
         ({"router_rows": torch.zeros(3, D)}, "router_rows"),
+        ({"selection": "expert_choice"}, "selection = 'expert_choice' has no counterpart"),
+        ({"selection": "sinkhorn"}, "selection = 'sinkhorn' has no counterpart"),
+        ({"selection": "round_robin"}, "selection = 'round_robin' has no counterpart"),
+        ({"capacity_factor": 8.0}, "capacity_factor = 8.0 has no counterpart"),
+        (
+            {"granularity": 4, "num_experts": 24, "top_k": 4, "num_groups": 4, "topk_groups": 2},
+            "groups of 6 experts, which cut the copies of 4 .* Set num_groups = 1",
+        ),
     ],
 )
 def test_what_cannot_be_upcycled_says_why(arguments, message):

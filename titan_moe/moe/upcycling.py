@@ -13,7 +13,10 @@ s = 1 / sum_c p_c:
 - softmax over all experts, not renormalised: sum_c p_c depends on the token, except where the router is uniform; then
   p = 1/E and s = G E / K, in the report's terms B G^2 / K. So the router starts at zero unless rows are given, and
   given rows are exact only in so far as they are small;
-- sigmoid and sqrt-softplus without normalising: likewise, with p their value at logit 0.
+- sigmoid and sqrt-softplus without normalising, or with K = 1, which is never normalised: likewise, with p their
+  value at logit 0.
+
+Group limits keep this as long as no group cuts a copy. Selections that balance, and capacity, do not.
 
 ``route_scale`` divides s. The factor s must go into the weights, and only into those the output is linear (or
 quadratic) in: scaling the gate would move silu and gelu along their curve. For SwiGLU and GeGLU up and down each take
@@ -31,9 +34,14 @@ from titan_moe.moe.config import MoEConfig
 from titan_moe.moe.layer import MoE
 
 
+def _sums_to_1(config: MoEConfig) -> bool:
+    """Whether a token's weights, without route_scale, sum to 1 for any router."""
+    return config.normalize_weights and (config.score_function == "softmax" or config.top_k > 1)
+
+
 def _weight_at_zero_logits(config: MoEConfig) -> float:
     """Routing weight of one chosen expert where every logit is 0, without route_scale."""
-    if config.normalize_weights and (config.score_function == "softmax" or config.top_k > 1):
+    if _sums_to_1(config):
         return 1 / config.top_k
     return {
         "softmax": 1 / config.num_experts,
@@ -61,7 +69,18 @@ def _check(gate_HD: Tensor | None, up_HD: Tensor, down_DH: Tensor, config: MoECo
         )
     if K % G:
         raise ConfigError(f"top_k = {K} is not a multiple of granularity = {G}. Set top_k = {max(K // G, 1) * G}.")
-    for name, neutral in (("shared_hidden_dim", 0), ("latent_dim", None), ("weight_on", "activation")):
+    if (size := E // config.num_groups) % G:
+        raise ConfigError(
+            f"num_groups = {config.num_groups} makes groups of {size} experts, which cut the copies of {G} that "
+            f"granularity = {G} makes. Set num_groups = 1."
+        )
+    for name, neutral in (
+        ("selection", "top_k"),
+        ("capacity_factor", None),
+        ("shared_hidden_dim", 0),
+        ("latent_dim", None),
+        ("weight_on", "activation"),
+    ):
         if (value := getattr(config, name)) != neutral:
             raise ConfigError(f"{name} = {value!r} has no counterpart in a dense FFN. Leave {name} out.")
 
@@ -88,7 +107,7 @@ def upcycle(
         The layer, on the weights' device and in their dtype.
 
     Raises:
-        ConfigError: where sizes do not divide, or the layer has parts a dense FFN has not.
+        ConfigError: where sizes do not divide, or the layer has parts or a selection that a dense FFN has not.
     """
     _check(gate_HD, up_HD, down_DH, config, granularity)
     D = config.dim
@@ -110,7 +129,7 @@ def upcycle(
 
     if router_rows is None:
         router_rows = torch.zeros(B, D, dtype=up_HD.dtype, device=up_HD.device)
-        if config.normalize_weights:
+        if _sums_to_1(config):
             router_rows.normal_(std=0.02)
     elif router_rows.shape != (B, D):
         raise ConfigError(f"router_rows {tuple(router_rows.shape)}: must be {(B, D)}, one row per copy of the FFN.")
