@@ -1,5 +1,6 @@
 """Building models by name: sizes, overrides, errors, devices and dtypes."""
 
+import math
 import time
 
 import pytest
@@ -9,6 +10,7 @@ from titan_moe import models
 from titan_moe.errors import ConfigError
 
 TINY = {"dim": 32, "num_layers": 2, "hidden_dim": 16, "vocab_size": 40}
+YARN = {"rope_type": "yarn", "factor": 4, "original_max_position_embeddings": 64}
 PUBLISHED = [
     ("deepseek_v3", "16b", {}, 15.71e9),
     ("deepseek_v3", "671b", {}, 671.03e9),
@@ -156,7 +158,12 @@ def test_override_reaches_the_model_and_its_moe_layers():
         ("mixtral", "debug", {"num_experts": True}, r"num_experts = True: must be int"),
         ("mixtral", "debug", {"norm_eps": "small"}, r"norm_eps = 'small': must be float"),
         ("mixtral", "debug", {"sliding_window": 1.5}, r"sliding_window = 1.5: must be int \| None"),
-        ("mixtral", "debug", {"score_function": "tanh"}, r"must be one of 'softmax', 'sigmoid'"),
+        (
+            "mixtral",
+            "debug",
+            {"score_function": "tanh"},
+            r"'tanh': not a known choice. Known: sigmoid,",
+        ),
         ("mixtral", "debug", {"num_layers": 0}, r"num_layers = 0: must be at least 1"),
         ("mixtral", "debug", {"mtp_depth": -1}, r"mtp_depth = -1: must be at least 0"),
         ("mixtral", "debug", {"num_heads": 3, "num_kv_heads": 2}, r"num_kv_heads = 2 does not divide num_heads = 3"),
@@ -174,14 +181,74 @@ def test_override_reaches_the_model_and_its_moe_layers():
             "mixtral",
             "debug",
             {"rope_scaling": {"rope_type": "yarn", "factor": 0, "original_max_position_embeddings": 8}},
-            r"rope_scaling.factor = 0: YaRN needs a number above 0",
+            r"rope_scaling.factor = 0: YaRN needs a finite number of at least 1",
         ),
+        ("mixtral", "debug", {"dispatcher": 3}, r"dispatcher = 3: not a known choice"),
+        ("mixtral", "debug", {"rope_theta": 10**400}, r"rope_theta = 1000.*: must be float"),
+        *(
+            ("qwen3_moe", "debug", {name: value}, rf"^{name} = {value}: must be finite and {rule}")
+            for name, rule, values in (
+                ("init_std", "at least 0; 0.02", (-1.0, math.nan, math.inf)),
+                ("mtp_loss_weight", "at least 0; 0 switches", (-1.0, math.nan, math.inf)),
+                ("norm_eps", "more than 0; 1e-6", (0.0, -1.0, math.nan, math.inf)),
+                ("rope_theta", "more than 1; 10000", (1.0, 0.5, -5.0, math.nan, math.inf)),
+            )
+            for value in values
+        ),
+        ("qwen3_moe", "debug", {"ffn_dim": -1}, r"ffn_dim = -1: must be at least 0"),
+        ("qwen3_moe", "debug", {"pad_counts_to": 10**30}, r"pad_counts_to = 10+: must be from 1, .*, to 65536"),
+        *(
+            ("qwen3_moe", "debug", {"rope_scaling": {**YARN, key: value}}, rf"rope_scaling.{key} = {value!r}: {rule}")
+            for key, rule, values in (
+                ("factor", "YaRN needs a finite number of at least 1", (math.nan, math.inf, 0.01, True, "4", None)),
+                ("original_max_position_embeddings", "YaRN needs a finite number", (0, -64, math.nan, "64")),
+                ("beta_fast", "must be a finite number above 0", ("x", -1, 0, math.nan, math.inf, True)),
+                ("beta_slow", "must be a finite number above 0", ("x", -1, 0, math.nan, math.inf)),
+                ("attention_factor", "must be a finite number above 0", ("x", -1.0, 0, math.nan, math.inf)),
+                ("mscale", "must be a finite number of at least 0", ("a", -1, math.nan, math.inf)),
+                ("mscale_all_dim", "must be a finite number of at least 0", ("a", -1, math.nan, math.inf)),
+                ("truncate", "must be true or false", ("no", 0)),
+            )
+            for value in values
+        ),
+        (
+            "qwen3_moe",
+            "debug",
+            {"rope_scaling": {**YARN, "beta_fast": 1, "beta_slow": 2}},
+            r"beta_fast = 1 is less than beta_slow = 2.*Swap",
+        ),
+        *(
+            (family, "debug", override, message)
+            for family in ("deepseek_v3", "kimi_k2")
+            for override, message in (
+                ({"head_dim": 10}, rf"head_dim = 10: follows from qk_nope_head_dim and .* in {family} and is 64 here"),
+                ({"num_kv_heads": 1}, r"num_kv_heads = 1: .* is 2 here. Leave it out and set num_heads"),
+                ({"num_heads": 4, "num_kv_heads": 2}, r"num_kv_heads = 2: .* is 4 here"),
+                ({"num_kv_heads": 0}, r"num_kv_heads = 0: .* is 2 here"),
+            )
+        ),
+        ("mixtral", "debug", {"family": "x"}, r"model.override.family: unknown field"),
     ],
 )
 def test_bad_names_and_values_are_one_readable_error(family, flavor, override, message):
     with pytest.raises(ConfigError, match=message) as caught:
         models.config(family, flavor, **override)
     assert "\n" not in str(caught.value)
+
+
+def test_what_follows_from_other_fields_may_be_given_where_it_agrees():
+    config = models.config("deepseek_v3", "debug", num_heads=8, num_kv_heads=8, qk_rope_head_dim=8, head_dim=40)
+    assert (config.num_heads, config.num_kv_heads, config.head_dim) == (8, 8, 40)
+    assert models.config("kimi_k2", "debug", num_heads=8).num_kv_heads == 8
+
+
+def test_yarn_keys_without_a_value_stand_for_their_defaults():
+    empty = {"beta_fast": None, "beta_slow": None, "mscale": None, "attention_factor": None, "truncate": None}
+    tables = [
+        models.config("qwen3_moe", "debug", rope_scaling=scaling).rotary().tables(torch.arange(9), dtype=torch.float64)
+        for scaling in (YARN, YARN | empty)
+    ]
+    assert all(torch.equal(a, b) for a, b in zip(*tables, strict=True))
 
 
 def test_a_sequence_beyond_the_models_length_is_refused():

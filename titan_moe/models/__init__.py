@@ -43,7 +43,7 @@ FAMILIES = {
 }
 
 
-def config(family: str, flavor: str, **override: Any) -> ModelConfig:
+def config(family: str, flavor: str, /, **override: Any) -> ModelConfig:
     """The config of a published size, with fields of it or of its MoEConfig overridden.
 
     Raises:
@@ -79,7 +79,7 @@ def from_config(model_config: ModelConfig, *, seed: int | None = 0) -> Decoder:
     return model
 
 
-def build(family: str, flavor: str, *, seed: int = 0, **override: Any) -> Decoder:
+def build(family: str, flavor: str, /, *, seed: int = 0, **override: Any) -> Decoder:
     """A model by name, on the current default device and dtype; on meta without values.
 
     Args:

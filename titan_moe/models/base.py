@@ -1,12 +1,13 @@
 """The decoder that all families share, its config and how a config is overridden."""
 
+import math
 from dataclasses import dataclass, fields, replace
-from types import UnionType
-from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, get_type_hints
 
 import torch
 from torch import Tensor, nn
 
+from titan_moe.config.types import check_type
 from titan_moe.errors import ConfigError, nearest
 from titan_moe.models.attention import ForwardContext, attention_mask, mask_kind
 from titan_moe.models.layers import DecoderLayer, MTPBlock, TokenEmbedding
@@ -24,6 +25,8 @@ class ModelConfig:
     """
 
     family: ClassVar[str]
+    derived: ClassVar[dict[str, str]] = {}
+    """Fields that follow from others, with the names of those: an override has to agree with them."""
 
     vocab_size: int
     """Rows of the embedding."""
@@ -64,7 +67,17 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         self.at_least(1, "vocab_size", "dim", "num_layers", "num_heads", "num_kv_heads", "head_dim", "max_seq_len")
-        self.at_least(0, "num_dense_layers", "mtp_depth")
+        self.at_least(0, "ffn_dim", "num_dense_layers", "mtp_depth")
+        for name, above, least, usual in (
+            ("norm_eps", True, 0, "1e-6 is usual"),
+            ("rope_theta", True, 1, "10000 is usual"),
+            ("init_std", False, 0, "0.02 is usual"),
+            ("mtp_loss_weight", False, 0, "0 switches the loss off"),
+        ):
+            value = getattr(self, name)
+            if not least <= value < math.inf or (above and value == least):
+                rule = f"more than {least}" if above else f"at least {least}"
+                raise ConfigError(f"{name} = {value}: must be finite and {rule}; {usual}.")
         if self.num_heads % self.num_kv_heads:
             raise ConfigError(
                 f"num_kv_heads = {self.num_kv_heads} does not divide num_heads = {self.num_heads}. Set it to a divisor."
@@ -94,26 +107,6 @@ class ModelConfig:
         return Rotary(self.head_dim, self.rope_theta, self.rope_scaling)
 
 
-def _fits(value: Any, hint: Any) -> bool:
-    if hint is Any:
-        return True
-    if get_origin(hint) is Literal:
-        return value in get_args(hint)
-    if isinstance(hint, UnionType):
-        return any(_fits(value, arg) for arg in get_args(hint))
-    if hint is float:
-        return isinstance(value, int | float) and not isinstance(value, bool)
-    if hint is int:
-        return isinstance(value, int) and not isinstance(value, bool)
-    return isinstance(value, get_origin(hint) or hint)
-
-
-def _rule(hint: Any) -> str:
-    if get_origin(hint) is Literal:
-        return f"one of {', '.join(map(repr, get_args(hint)))}"
-    return hint.__name__ if isinstance(hint, type) else str(hint)
-
-
 def override_config(config: ModelConfig, override: dict[str, Any]) -> ModelConfig:
     """A copy of ``config`` with fields of it, or of its MoE layers, replaced.
 
@@ -130,12 +123,18 @@ def override_config(config: ModelConfig, override: dict[str, Any]) -> ModelConfi
     for name, value in override.items():
         if name not in of_model | of_moe:
             raise ConfigError(f"model.override.{name}: unknown field.{nearest(name, of_model | of_moe)}")
-        if not _fits(value, hints[name]):
-            raise ConfigError(f"model.override.{name} = {value!r}: must be {_rule(hints[name])}.")
+        check_type(f"model.override.{name}", value, hints[name])
     moe = replace(
         config.moe, **{k: v for k, v in override.items() if k in of_moe and (k not in of_model or k == "dim")}
     )
-    return replace(config, moe=moe, **{k: v for k, v in override.items() if k in of_model})
+    changed = replace(config, moe=moe, **{k: v for k, v in override.items() if k in of_model})
+    for name, sources in config.derived.items():
+        if override.get(name, getattr(changed, name)) != getattr(changed, name):
+            raise ConfigError(
+                f"model.override.{name} = {override[name]}: follows from {sources} in {config.family} and is "
+                f"{getattr(changed, name)} here. Leave it out and set {sources}."
+            )
+    return changed
 
 
 class Decoder(nn.Module):

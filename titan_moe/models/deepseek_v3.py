@@ -18,6 +18,10 @@ class DeepseekV3Config(ModelConfig):
     """``head_dim`` and ``num_kv_heads`` follow from the fields below: leave them out."""
 
     family: ClassVar[str] = "deepseek_v3"
+    derived: ClassVar[dict[str, str]] = {
+        "num_kv_heads": "num_heads",
+        "head_dim": "qk_nope_head_dim and qk_rope_head_dim",
+    }
 
     num_kv_heads: int = 0
     """Always num_heads: every head has keys and values of its own, made from the latent."""

@@ -5,6 +5,7 @@ Tables are computed in each forward pass, once for all layers: nothing to go sta
 """
 
 import math
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,13 +25,14 @@ _YARN_KEYS = {
     "attention_factor",
     "truncate",
 }
+_BETA_FAST, _BETA_SLOW = 32, 1
 
 
 def check_scaling(scaling: dict[str, Any] | None) -> None:
     """Refuses a ``rope_scaling`` that would be misread.
 
     Raises:
-        ConfigError: on an unknown type or key, or a missing factor.
+        ConfigError: on an unknown type or key, a missing factor, or a value out of its range.
     """
     if scaling is None:
         return
@@ -43,9 +45,33 @@ def check_scaling(scaling: dict[str, Any] | None) -> None:
         if key not in _YARN_KEYS:
             raise ConfigError(f"rope_scaling.{key}: unknown key.{nearest(key, _YARN_KEYS)}")
     for key in ("factor", "original_max_position_embeddings"):
-        value = scaling.get(key)
-        if not isinstance(value, int | float) or isinstance(value, bool) or value <= 0:
-            raise ConfigError(f"rope_scaling.{key} = {value!r}: YaRN needs a number above 0.")
+        if not _number(scaling.get(key), 1):
+            raise ConfigError(f"rope_scaling.{key} = {scaling.get(key)!r}: YaRN needs a finite number of at least 1.")
+    # None stands for the default, as in published configs.
+    given = {key: value for key, value in scaling.items() if value is not None}
+    for key in ("beta_fast", "beta_slow", "attention_factor"):
+        if key in given and not _number(given[key], sys.float_info.min):
+            raise ConfigError(
+                f"rope_scaling.{key} = {given[key]!r}: must be a finite number above 0. Leave it out for the default."
+            )
+    for key in ("mscale", "mscale_all_dim"):
+        if key in given and not _number(given[key], 0):
+            raise ConfigError(
+                f"rope_scaling.{key} = {given[key]!r}: must be a finite number of at least 0; 0 switches it off."
+            )
+    if not isinstance(given.get("truncate", True), bool):
+        raise ConfigError(f"rope_scaling.truncate = {given['truncate']!r}: must be true or false (bool).")
+    fast, slow = given.get("beta_fast", _BETA_FAST), given.get("beta_slow", _BETA_SLOW)
+    if fast < slow:
+        raise ConfigError(
+            f"rope_scaling.beta_fast = {fast} is less than beta_slow = {slow}: dims that turn fast keep their "
+            "frequency. Swap the two."
+        )
+
+
+def _number(value: Any, least: float) -> bool:
+    """Whether ``value`` is a finite number of at least ``least``."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and least <= value <= sys.float_info.max
 
 
 def yarn_mscale(factor: float, mscale: float = 1.0) -> float:
@@ -81,8 +107,8 @@ def inverse_frequencies(
         length = scaling["original_max_position_embeddings"]
         return dim * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
-    low, high = dim_of(scaling.get("beta_fast") or 32), dim_of(scaling.get("beta_slow") or 1)
-    if scaling.get("truncate", True):
+    low, high = dim_of(scaling.get("beta_fast") or _BETA_FAST), dim_of(scaling.get("beta_slow") or _BETA_SLOW)
+    if scaling.get("truncate") is not False:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, dim - 1)
     if low == high:

@@ -2,9 +2,12 @@
 
 import math
 from dataclasses import dataclass
-from typing import Literal, get_args, get_origin, get_type_hints
+from typing import Literal
 
-from titan_moe.errors import ConfigError, nearest
+from titan_moe.config.types import check_types
+from titan_moe.errors import ConfigError
+
+MAX_PAD_COUNTS_TO = 65536
 
 
 @dataclass
@@ -12,7 +15,7 @@ class MoEConfig:
     """Every variant of the layer. Sizes are counts of elements; coefficients are dimensionless.
 
     Raises:
-        ConfigError: on a combination that cannot work, with the value, the rule and the way out.
+        ConfigError: on a wrong type or a combination that cannot work, with the value, the rule and the way out.
     """
 
     dim: int
@@ -115,15 +118,14 @@ class MoEConfig:
 
     def _check_values(self) -> None:
         """Each field by itself."""
-        for name, hint in get_type_hints(type(self)).items():
-            value, choices = getattr(self, name), get_args(hint)
-            if get_origin(hint) is Literal and value not in choices:
-                raise ConfigError(f"{name} = {value!r}: not a known choice.{nearest(value, choices)}")
+        check_types(self)
         for name in ("dim", "hidden_dim", "num_experts", "top_k", "num_groups", "topk_groups", "group_score_k"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} = {getattr(self, name)}: must be at least 1.")
-        if self.pad_counts_to < 1:
-            raise ConfigError(f"pad_counts_to = {self.pad_counts_to}: must be at least 1; 1 pads nothing.")
+        if not 1 <= self.pad_counts_to <= MAX_PAD_COUNTS_TO:
+            raise ConfigError(
+                f"pad_counts_to = {self.pad_counts_to}: must be from 1, which pads nothing, to {MAX_PAD_COUNTS_TO}."
+            )
         if self.latent_dim is not None and self.latent_dim < 1:
             raise ConfigError(f"latent_dim = {self.latent_dim}: must be at least 1. Leave it out for no latent dim.")
         if self.shared_hidden_dim < 0:
