@@ -155,6 +155,12 @@ def test_autocast_computes_experts_in_bfloat16(backend):
         assert (got[name].float() - expected[name]).norm() < 4 * 2**-8 * expected[name].norm(), name
 
 
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float32])
+def test_a_mask_that_is_not_bool_is_refused(dtype):
+    with pytest.raises(ValueError, match=rf"valid is {dtype}: must be torch.bool.*Pass valid.bool\(\)"):
+        MoE(MoEConfig(**SIZES))(torch.randn(2, 3, 6), torch.ones(2, 3, dtype=dtype))
+
+
 def test_two_dim_input_is_one_sequence():
     layer = build(seq_aux_loss_coef=0.3)
     x, dy = data(1, 18)

@@ -216,6 +216,26 @@ def test_fault_35_bad_logits_prefer_finite_experts_and_show_as_nan(name, bad):
     assert torch.equal(routing.weights_TK[others], clean.weights_TK[others])
 
 
+@pytest.mark.parametrize("padding", [False, True])
+@pytest.mark.parametrize("name", ["expert_choice", "expert_choice_sigmoid"])
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_fault_35_bad_logits_under_expert_choice_show_as_nan(name, bad, padding):
+    router, balance, x = make(**VARIANTS[name])
+    router.logits = lambda x_TD: logits
+    logits = torch.randn(T, E, dtype=torch.float64)
+    valid = torch.arange(T) != 9 if padding else None
+    logits[2, 5] = bad
+    logits[9] = bad
+    routing, _ = router(x, balance, valid)
+    for token in [2] if padding else [2, 9]:
+        assert routing.expert_ids_TK[token].tolist() == list(range(E))
+        assert routing.weights_TK[token].isnan().all()
+    if padding:
+        assert (routing.expert_ids_TK[9] == -1).all() and (routing.weights_TK[9] == 0).all()
+    assert routing.weights_TK[[t for t in range(T) if t not in (2, 9)]].isfinite().all()
+    assert routing.counts_E.tolist() == [math.ceil((T - padding) * 2 / E)] * E
+
+
 @pytest.mark.parametrize("name", VARIANTS)
 def test_fault_35_constant_logits_lower_index_wins(name):
     router, balance, x = make(**VARIANTS[name])
@@ -440,6 +460,26 @@ REFUSED = {
     "gate without shared": ({"shared_gate": True}, "Set shared_hidden_dim"),
     "score name": ({"score_function": "sigmod"}, "Did you mean 'sigmoid'"),
     "selection name": ({"selection": "topk"}, "Did you mean 'top_k'"),
+    "pad_counts_to beyond int64": ({"pad_counts_to": 10**30}, "to 65536"),
+    **{
+        f"{name} = {value!r}": ({name: value}, f"{name} = {value!r}: must be {kind}.")
+        for name, value, kind in (
+            ("dim", None, "int"),
+            ("dim", 12.5, "int"),
+            ("num_experts", 6.0, "int"),
+            ("top_k", "2", "int"),
+            ("top_k", True, "int"),
+            ("pad_counts_to", 2.5, "int"),
+            ("jitter", None, "float"),
+            ("aux_loss_coef", False, "float"),
+            ("route_scale", 10**400, "float"),
+            ("capacity_factor", "1", "float | None"),
+            ("latent_dim", 2.0, "int | None"),
+            ("normalize_weights", "no", "bool"),
+            ("expert_bias", 1, "bool"),
+        )
+    },
+    "score of no type": ({"score_function": None}, "score_function = None: not a known choice"),
     "padded biased experts": (
         {"weight_on": "input", "expert_linear_bias": True, "pad_counts_to": 16},
         "Set weight_on = 'activation'",

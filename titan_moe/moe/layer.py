@@ -6,6 +6,7 @@ the activation (2 gated, else 1), R rows (one per token and expert, sorted by ex
 S tokens of a sequence.
 """
 
+import torch
 from torch import Tensor, nn
 
 from titan_moe.moe.balance import Balance
@@ -43,7 +44,12 @@ class MoE(nn.Module):
 
         Args:
             valid: bool ``[B, S]``; False marks padding, which counts in no loss, counter or capacity.
+
+        Raises:
+            ValueError: when ``valid`` is not bool: as integers its inverse would mean something else.
         """
+        if valid is not None and valid.dtype != torch.bool:
+            raise ValueError(f"valid is {valid.dtype}: must be torch.bool, True for real tokens. Pass valid.bool().")
         y = self.routed(x, valid)
         return y if self.shared is None else y + self.shared(x)
 

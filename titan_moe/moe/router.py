@@ -113,6 +113,7 @@ class Router(nn.Module):
         """Route tokens.
 
         A row with a logit of NaN or +inf prefers its finite experts and gets NaN weights, so that divergence shows.
+        With expert choice such rows come first with every expert, up to its capacity.
 
         Args:
             x_TD: router input.
@@ -138,7 +139,7 @@ class Router(nn.Module):
         with torch.no_grad():
             finite_T1 = logits_TE.amax(-1, keepdim=True).isfinite()
             if config.selection == "expert_choice":
-                ids_TK, keep_TK = self._choose_tokens(scores_TE, valid_T)
+                ids_TK, keep_TK = self._choose_tokens(scores_TE, finite_T1, valid_T)
             else:
                 ids_TK = self._choose_experts(logits_TE, scores_TE, finite_T1, valid_T)
                 keep_TK = None if valid_T is None else valid_T[:, None]
@@ -185,13 +186,15 @@ class Router(nn.Module):
         masked = -math.inf if config.group_mask == "-inf" else 0.0
         return torch.where(kept_TG[..., None], keys_TGe, masked).view(T, E)
 
-    def _choose_tokens(self, scores_TE: Tensor, valid_T: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _choose_tokens(self, scores_TE: Tensor, finite_T1: Tensor, valid_T: Tensor | None) -> tuple[Tensor, Tensor]:
         """Expert choice (arXiv 2202.09368): each expert takes its best ceil(n K / E) of the n real tokens.
 
         Returns ids and keep flags ``[T, E]``. A token's experts depend on the other tokens, later ones included.
         """
         T, E = scores_TE.shape
-        keys_ET = scores_TE.T if valid_T is None else scores_TE.T.masked_fill(~valid_T, -math.inf)
+        # A token that no expert takes gets a finite 0, which would hide its NaN.
+        keys_ET = torch.where(finite_T1, scores_TE, torch.finfo(scores_TE.dtype).max).T
+        keys_ET = keys_ET if valid_T is None else keys_ET.masked_fill(~valid_T, -math.inf)
         tokens_EC = stable_topk(keys_ET, capacity(T, self.config.top_k, E))
         limit = valid_capacity(T, valid_T, self.config.top_k, E)
         taken_EC = (torch.arange(tokens_EC.shape[1], device=tokens_EC.device) < limit).expand(E, -1)
