@@ -69,3 +69,18 @@ def test_compiled_layers_under_tp_are_refused():
     with pytest.raises(ConfigError, match=r"compile.enable = True with tensor_parallel_degree = 2"):
         check_layout(job, _config(), Degrees(tp=2), 1)
     check_layout(job, _config(), Degrees(), 1)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "override", "cure"),
+    [
+        ("bias_update_speed", 0.1, {"expert_bias": False}, {"expert_bias": True}),
+        ("drop_policy", "position", {}, {"capacity_factor": 1.0}),
+    ],
+)
+def test_a_moe_key_that_the_model_never_reads_is_refused(key, value, override, cure):
+    job = JobConfig()
+    setattr(job.moe, key, value)
+    with pytest.raises(ConfigError, match=rf"moe\.{key} = .*does nothing"):
+        check_layout(job, models.config("qwen3_moe", "debug", **override), Degrees(), 1)
+    check_layout(job, models.config("qwen3_moe", "debug", **cure), Degrees(), 1)

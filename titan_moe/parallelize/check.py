@@ -3,9 +3,10 @@
 from math import gcd
 
 from titan_moe.config.degrees import Degrees, check_experts, divisors
-from titan_moe.config.job import JobConfig
+from titan_moe.config.job import JobConfig, Moe
 from titan_moe.errors import ConfigError
 from titan_moe.models import ModelConfig
+from titan_moe.moe import MoEConfig
 from titan_moe.parallelize.context import check_context
 from titan_moe.parallelize.stages import check_pipeline
 
@@ -55,6 +56,7 @@ def check_layout(config: JobConfig, model_config: ModelConfig, degrees: Degrees,
             f"compile.enable = True with tensor_parallel_degree = {degrees.tp}: graphs with DTensors between them do "
             "not compile. Set compile.enable = False or tensor_parallel_degree = 1."
         )
+    _check_moe_keys(config.moe, model_config.moe)
     check_model(model_config, degrees)
     check_context(
         config.training.seq_len,
@@ -69,6 +71,20 @@ def check_layout(config: JobConfig, model_config: ModelConfig, degrees: Degrees,
         raise ConfigError(
             "parallelism.virtual_pipeline_degree and pipeline_parallel_layout need pipeline_parallel_degree > 1. "
             "Set it, or leave both out."
+        )
+
+
+def _check_moe_keys(section: Moe, moe: MoEConfig) -> None:
+    """Keys of [moe] that the model's routing would never read."""
+    if section.bias_update_speed and not moe.expert_bias:
+        raise ConfigError(
+            f"moe.bias_update_speed = {section.bias_update_speed} with a model without expert biases does nothing. "
+            "Set model.override.expert_bias = true, or leave it out."
+        )
+    if section.drop_policy and moe.capacity_factor is None:
+        raise ConfigError(
+            f"moe.drop_policy = {section.drop_policy!r} without a capacity does nothing. Set moe.capacity_factor, or "
+            "leave it out."
         )
 
 

@@ -28,10 +28,11 @@ from titan_moe.moe.balance import set_token_weight
 from titan_moe.moe.dispatch.alltoall import AllToAllDispatcher
 from titan_moe.moe.dispatch.base import GroupDispatcher
 from titan_moe.parallelize.apply import parallelize
+from titan_moe.parallelize.check import check_layout
 from titan_moe.parallelize.layout import Stage
 from titan_moe.parallelize.mesh import Meshes, build_meshes
 from titan_moe.parallelize.pipeline import Pipeline
-from titan_moe.parallelize.stages import check_pipeline, split_model
+from titan_moe.parallelize.stages import split_model
 
 _DATA_AXES = ("dp_replicate", "fsdp", "edp_replicate", "edp_shard")
 _MOMENTS = 2
@@ -112,7 +113,7 @@ def fake_run(config: JobConfig, rank: int, world: int) -> FakeReport:
     degrees = resolve_degrees(config.parallelism, world)
     batch = resolve_batch(config, degrees.dp_replicate * degrees.dp_shard)
     model_config = model_config_of(config.model.name, config.model.flavor, **model_overrides(config))
-    check_pipeline(config.parallelism, model_config, batch.local, compiled=config.compile.enable)
+    check_layout(config, model_config, degrees, batch.local)
     with _fake_world(rank, world):
         meshes = build_meshes(config.parallelism)
         stages = _stages(config, model_config, meshes)
