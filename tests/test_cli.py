@@ -98,6 +98,11 @@ def test_help_and_version(capsys):
         (["tokenizer"], "titan-moe tokenizer train"),
         (["report"], "titan-moe report OUTPUT_DIR"),
         (["doctor", "now"], "takes no arguments"),
+        (["tokenizer", "train", "--outptu", "x"], "unknown option --outptu. Did you mean 'output'?"),
+        (["generate", "--checkpoint", "x"], "--prompt is missing"),
+        (["generate", "--checkpoint", "x", "--prompt", "a", "--temperature", "nan"], "--temperature nan"),
+        (["generate", "--checkpoint", "x", "--prompt", "a", "--temperature", "inf"], "must be finite"),
+        (["generate", "--checkpoint", "x", "--prompt", "a", "--seed", str(2**65)], "less than 2**63"),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(argv, part, capsys):
@@ -153,6 +158,8 @@ def test_doctor_lists_versions_and_optional_packages(capsys, monkeypatch):
         (ConfigError("a"), 2, "titan-moe: error: a\n"),
         (DataError("two\nlines"), 1, "titan-moe: error: two lines\n"),
         (OSError(28, "No space left on device"), 1, "No space left on device"),
+        (ConfigError("a = '" + "x" * 5000 + "': b"), 2, f"error: a = '{'x' * 99}… (5003 characters) …{'x' * 58}': b\n"),
+        (ConfigError("x y " * 1000), 2, "… (3999 characters) …"),
         (ValueError("x"), 1, "ValueError: x (--debug.traceback shows where)"),
         (KeyboardInterrupt(), 130, ""),
     ],

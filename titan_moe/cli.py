@@ -4,7 +4,7 @@ import sys
 from collections.abc import Sequence
 
 from titan_moe import __version__
-from titan_moe.config import load_config, to_toml
+from titan_moe.config import load_config, read_options, to_toml
 from titan_moe.errors import ConfigError, nearest, reported
 
 
@@ -55,11 +55,9 @@ def _tokenizer(argv: list[str]) -> None:
         argv = ["train", "--help"]
     if argv[:1] != ["train"]:
         raise ConfigError("the tokenizer command has one form: titan-moe tokenizer train --output FOLDER …")
-    import tyro
-
     from titan_moe.data import train_tokenizer
 
-    path = tyro.cli(train_tokenizer, args=argv[1:], prog="titan-moe tokenizer train", use_underscores=True)
+    path = train_tokenizer(**read_options(train_tokenizer, argv[1:], "titan-moe tokenizer train"))
     print(f"wrote {path}")
 
 
