@@ -74,6 +74,20 @@ def test_refusals_name_the_rule_and_the_way_out(setting, message):
         check(**setting)
 
 
+@pytest.mark.parametrize(
+    "override, layout", [({"tie_embeddings": True}, "Ett|tt|tt|mL"), ({"mtp_depth": 2}, "Ett|tt|ttmm|L")]
+)
+def test_a_split_backward_refuses_two_uses_of_the_embedding_in_one_stage(override, layout):
+    config = models.config("deepseek_v3", "debug", **{"num_layers": LAYERS, "mtp_depth": 1, **override})
+    stage = next(i for i, part in enumerate(layout.split("|")) if "m" in part)
+    with pytest.raises(ConfigError, match=rf"stage {stage} \(.*uses the embedding twice.* or choose GPipe, 1F1B"):
+        check("ZBVZeroBubble", vpp=2, config=config, pipeline_parallel_layout=layout)
+    check("LoopedBFS", vpp=2, config=config, pipeline_parallel_layout=layout)
+    apart = {"mL": "m|L", "mm": "m|m"}[layout[layout.index("m") :][:2]]
+    layout = layout.replace("Ett|tt", "Etttt").replace("mL", apart).replace("mm", apart)
+    check("ZBVZeroBubble", vpp=2, config=config, pipeline_parallel_layout=layout)
+
+
 def test_resharding_is_allowed_without_a_pipeline():
     check(pp=1, fsdp_reshard_after_forward="always")
 

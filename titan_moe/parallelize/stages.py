@@ -6,7 +6,7 @@ from torch import nn
 from titan_moe.config.job import Parallelism
 from titan_moe.errors import ConfigError, nearest
 from titan_moe.models import Decoder, ModelConfig, from_config
-from titan_moe.parallelize.layout import Stage, default_layout, parse_layout, stages_of_rank
+from titan_moe.parallelize.layout import Stage, default_layout, describe_stage, parse_layout, stages_of_rank
 
 ONE_STAGE = ("GPipe", "1F1B")
 """Schedules of one stage per rank."""
@@ -88,6 +88,8 @@ def check_pipeline(
             f"backward pass. Switch it off, or choose {legal}."
         )
     stages = pipeline_stages(parallelism, model_config)
+    if schedule in SPLIT_BACKWARD:
+        _check_single_use(schedule, model_config, stages)
     if size < 1:
         raise ConfigError(f"pipeline_parallel_microbatch_size = {size}: must be at least 1.")
     if local_batch % size:
@@ -98,6 +100,20 @@ def check_pipeline(
         )
     _check_micro_batches(schedule, pp, local_batch // size, local_batch)
     return stages
+
+
+def _check_single_use(schedule: str, model_config: ModelConfig, stages: list[Stage]) -> None:
+    # torch splits the backward pass of a stage by parameter, and runs into freed parts of the graph where one
+    # parameter is used twice. The first stage has no input that needs a gradient, so nothing is split there.
+    for index, stage in enumerate(stages[1:], start=1):
+        of_mtp = 0 if model_config.mtp_own_embeddings else len(stage.mtp)
+        if of_mtp + (stage.head and model_config.tie_embeddings) > 1:
+            legal = ", ".join(name for name in SCHEDULES if name not in SPLIT_BACKWARD)
+            raise ConfigError(
+                f"pipeline_parallel_schedule = {schedule!r}: stage {index} ({describe_stage(stage)}) uses the "
+                "embedding twice, which a split backward pass cannot. Set pipeline_parallel_layout so that MTP layers, and the "
+                f"head of a tied model, are in stages of their own, or choose {legal}."
+            )
 
 
 def _check_micro_batches(schedule: str, pp: int, count: int, local_batch: int) -> None:
