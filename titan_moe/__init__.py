@@ -10,9 +10,8 @@ _LAZY = {
     "save_hf": "titan_moe.hf",
     "iter_hf_tensors": "titan_moe.hf",
     "build_meshes": "titan_moe.parallelize",
-    "parallelize": "titan_moe.parallelize",
 }
-_ROOMS = ("models", "moe")
+_ROOMS = ("models", "moe", "parallelize")
 
 
 def __getattr__(name: str):

@@ -4,7 +4,8 @@ import sys
 from collections.abc import Sequence
 
 from titan_moe import __version__
-from titan_moe.config import load_config, read_options, to_toml
+from titan_moe.config import JobConfig, load_config, model_overrides, read_options, resolve_degrees, to_toml
+from titan_moe.config.degrees import draw_mesh
 from titan_moe.errors import ConfigError, nearest, reported
 
 
@@ -69,6 +70,31 @@ def _report(argv: list[str]) -> None:
     print(f"wrote {write_report(argv[0])}")
 
 
+def _layout_config(argv: list[str], command: str) -> JobConfig:
+    if argv and not argv[0].startswith("-"):
+        argv = ["--job.config_file", *argv]
+    return load_config(argv, program=f"NGPU=n titan-moe {command} [FILE]")
+
+
+def _mesh(argv: list[str]) -> None:
+    from titan_moe.launch import process_count
+
+    config = _layout_config(argv, "mesh")
+    print(draw_mesh(resolve_degrees(config.parallelism, process_count())))
+
+
+def _layout(argv: list[str]) -> None:
+    from titan_moe.models import config as model_config
+    from titan_moe.parallelize.stages import draw_pipeline
+
+    config = _layout_config(argv, "layout")
+    print(
+        draw_pipeline(
+            config.parallelism, model_config(config.model.name, config.model.flavor, **model_overrides(config))
+        )
+    )
+
+
 def _generate(argv: list[str]) -> None:
     from titan_moe.generate import main as generate
 
@@ -81,6 +107,8 @@ COMMANDS = {
     "report": (_report, "draw a run as one HTML file: report OUTPUT_DIR"),
     "tokenizer": (_tokenizer, "make a tokenizer.json from a dataset: tokenizer train --output FOLDER"),
     "config": (_config, "print the resolved configuration as TOML: config FILE [--section.key value …]"),
+    "mesh": (_mesh, "who holds what: NGPU=8 titan-moe mesh [FILE] --parallelism.tensor_parallel_degree 2 …"),
+    "layout": (_layout, "which layers each pipeline stage holds: titan-moe layout [FILE] --parallelism.…"),
     "doctor": (_doctor, "versions, devices, and which optional packages are there"),
 }
 

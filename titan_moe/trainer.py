@@ -4,6 +4,7 @@ One loss for every layout: the sum of token losses over the number of valid toke
 every reduction is a sum, and accumulation, data parallelism and padding change nothing.
 """
 
+import fcntl
 import gc
 import math
 import os
@@ -12,6 +13,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
+from typing import IO
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +32,7 @@ from titan_moe.config import (
 from titan_moe.data import build_loader, build_tokenizer
 from titan_moe.errors import ConfigError, TrainingError
 from titan_moe.hf import load_hf_weights, save_hf
+from titan_moe.hf.config import config_to_hf
 from titan_moe.models import config as model_config
 from titan_moe.models.loss import IGNORE
 from titan_moe.observe import MetricsLogger, Profiler, flops_per_token
@@ -69,11 +72,12 @@ class Trainer:
         dp_size = degrees.dp_replicate * degrees.dp_shard
         dp_rank = place["dp_replicate"] * degrees.dp_shard + place["dp_shard"]
         batch = resolve_batch(config, dp_size)
-        self.accumulation = batch.passes
+        self.accumulation, self.samples_per_step = batch.passes, batch.total
         check_layout(config, self.model_config, degrees, batch.local)
         # Of the ranks that see the same tokens, the first counts them, and one with the head reports their loss.
         self.counts_tokens = place["tp"] == 0 and place["pp"] == 0
         self.cp_rank, self.cp_size = place["cp"], degrees.cp
+        self.lock = _lock(Path(config.job.dump_folder)) if dist.rank() == 0 else None
         self.device = torch.device("cuda", dist.local_rank()) if torch.cuda.is_available() else torch.device("cpu")
         if config.debug.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -104,14 +108,16 @@ class Trainer:
         self.step_done = 0
         self.warmed_up = False
         self.skipped_in_row = 0
-        self.stop_signal = 0
+        # Asked of this rank, and agreed by all: ranks may get a signal at different moments.
+        self.stop_asked = self.stop_signal = 0
+        self.tokens = 0
         self._load()
         self.logger = MetricsLogger(
             config,
             rank=dist.rank(),
             total_steps=config.training.steps,
             resume_step=self.step_done,
-            start_tokens=self._tokens(),
+            start_tokens=self.tokens,
             flops_per_token=flops_per_token(self.model_config, config.training.seq_len),
             num_devices=dist.world_size(),
             device=self.device,
@@ -119,6 +125,16 @@ class Trainer:
 
     def _check_model(self) -> None:
         """What config and model do not agree on, while a refusal is still cheap."""
+        if self.config.checkpoint.last_save_in_hf:
+            # Refuses what transformers cannot express now, not after the last step.
+            config_to_hf(self.model_config, {}, self.model_config.mtp_depth, getattr(torch, self.dtype))
+        if self.config.parallelism.pipeline_parallel_degree > 1:
+            for key in ("last_save_in_hf", "initial_load_in_hf"):
+                if getattr(self.config.checkpoint, key):
+                    raise ConfigError(
+                        f"checkpoint.{key} with pipeline_parallel_degree > 1 is not possible yet. Convert a checkpoint "
+                        "in a run without a pipeline: checkpoints load under any layout."
+                    )
         seq_len, longest = self.config.training.seq_len, self.model_config.max_seq_len
         if seq_len > longest:
             raise ConfigError(
@@ -174,7 +190,7 @@ class Trainer:
             return
         loaded = self.checkpointer.load(self.model, self.optimizer, config.load_step)
         if loaded is not None:
-            self.step_done = loaded.step
+            self.step_done, self.tokens = loaded.step, loaded.extra["tokens"]
             self.loader.load_state_dict(loaded.extra["loader"])
             self.scaler.load_state_dict(loaded.extra["scaler"])
             restore_rng(loaded.rank_tensors)
@@ -190,6 +206,7 @@ class Trainer:
             self.model,
             self.optimizer,
             extra={
+                "tokens": self.tokens,
                 "loader": self.loader.state_dict(),
                 "scaler": self.scaler.state_dict(),
                 "config": asdict(self.config),
@@ -240,7 +257,7 @@ class Trainer:
         self.logger.message(f"done: {self.step_done} steps; metrics, config and checkpoints are in {folder}")
 
     def _on_signal(self, number: int, frame) -> None:
-        self.stop_signal = number
+        self.stop_asked = number
 
     def _announce(self) -> None:
         config, data = self.config, self.loader
@@ -257,9 +274,6 @@ class Trainer:
         )
         if self.step_done:
             self.logger.message(f"resumed after step {self.step_done}")
-
-    def _tokens(self) -> int:
-        return self.loader.samples_seen * self.config.training.seq_len
 
     def step(self, batches: Iterator[dict[str, Tensor]]) -> None:
         """One optimizer step over the global batch."""
@@ -283,16 +297,17 @@ class Trainer:
         )
         own_loss = sums[0].clone()
         sums *= self.reports_loss
-        sums[2] = float(self.stop_signal)
+        sums[2] = float(self.stop_asked)
         # The one place where the host waits for the device.
         main_sum, mtp_sum, stop, norm, tokens = torch.stack(
             [*dist.all_reduce_sum(sums), grad_norm.double(), n_valid.double()]
         ).tolist()
         loss, mtp_loss = main_sum / max(tokens, 1), mtp_sum / max(tokens, 1)
-        if stop and not self.stop_signal:
-            self.stop_signal = signal.SIGTERM
+        if stop:
+            self.stop_signal = self.stop_asked or signal.SIGTERM
 
-        lr = self.schedule.lr_at(self.step_done + 1)
+        self.tokens += self.samples_per_step * self.config.training.seq_len
+        lr, scale = self.schedule.lr_at(self.step_done + 1), self.scaler.scale
         finite = math.isfinite(loss) and math.isfinite(norm)
         if finite:
             self.skipped_in_row = 0
@@ -308,24 +323,25 @@ class Trainer:
             self.warmed_up = True
             dist.set_timeout(self.config.comm.train_timeout_seconds)
 
-        metrics = {"loss": loss, "grad_norm": norm, "lr": lr, "tokens": self._tokens(), "data_wait_s": data_wait}
+        metrics = {"loss": loss, "grad_norm": norm, "lr": lr, "tokens": self.tokens, "data_wait_s": data_wait}
         if self.model_config.mtp_depth:
             metrics["mtp_loss"] = mtp_loss / self.model_config.mtp_depth
         if not finite:
             metrics["skipped"] = self.skipped_in_row
-        self.logger.log_step(self.step_done, metrics, self._moe_metrics(moe))
+        self.logger.log_step(self.step_done, metrics, self._moe_metrics(moe, scale))
 
     def _local(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         """The batch on the device, and of its sequences the part that is this rank's."""
         batch = {name: tensor.to(self.device, non_blocking=True) for name, tensor in batch.items()}
+        if not self.config.training.document_mask:
+            # One document, for which attention needs no mask of its own.
+            del batch["document_ids"]
         return shard_sequence(batch, self.cp_rank, self.cp_size, mtp_depth=self.model_config.mtp_depth)
 
-    def _moe_metrics(self, moe: dict) -> dict | None:
-        if not moe["names"]:
+    def _moe_metrics(self, moe: dict, scale: float) -> dict | None:
+        if not moe["names"] or not self.logger.active:
             return None
-        moe = {key: value.cpu() if isinstance(value, Tensor) else value for key, value in moe.items()}
-        moe["aux_loss_L"] = moe["aux_loss_L"] / self.scaler.scale
-        return moe
+        return moe | {"aux_loss_L": moe["aux_loss_L"] / scale, "z_loss_L": moe["z_loss_L"] / scale}
 
     def _skip_or_raise(self, loss: float, norm: float, own_loss: Tensor) -> None:
         """Count a step that cannot be applied.
@@ -359,10 +375,33 @@ class Trainer:
         loss, tokens, n_bytes = dist.all_reduce_sum(sums).tolist()
         self.logger.log_validation(
             self.step_done,
-            {"val_loss": loss / tokens, "val_loss_per_byte": loss / max(n_bytes, 1), "val_tokens": int(tokens)},
+            {
+                "val_loss": loss / tokens if tokens else math.nan,
+                "val_loss_per_byte": loss / n_bytes if n_bytes else math.nan,
+                "val_tokens": int(tokens),
+            },
         )
 
     def close(self) -> None:
         """Leave the process group that this trainer made."""
         if self.owns_group:
             dist.destroy()
+        if self.lock is not None:
+            self.lock.close()
+
+
+def _lock(folder: Path) -> IO[str]:
+    """Hold ``folder`` for this run until the file is closed, as the system does for a process that dies.
+
+    Raises:
+        ConfigError: another run holds it; the two would delete each other's checkpoints.
+    """
+    file = open(folder / ".lock", "a", encoding="utf-8")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        raise ConfigError(
+            f"job.dump_folder = {str(folder)!r} is in use by another run. Wait for it, or choose another folder."
+        ) from None
+    return file

@@ -7,7 +7,7 @@ import shutil
 import pytest
 import torch
 from torch import nn
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, BytesStorageMetadata
 from training import differences, start, train
 
 from titan_moe.checkpoint import Checkpointer, rng_tensors
@@ -91,6 +91,11 @@ class GetAttr:
         return getattr, (str, "upper")
 
 
+class GetAttrOfAllowed:
+    def __reduce__(self):
+        return getattr, (torch.Size, "__new__")
+
+
 def rewrite_index(change):
     """A change of the unpickled index, pickled again."""
 
@@ -134,7 +139,8 @@ def bytes_item(metadata):
     "change, match",
     [
         (lambda metadata: Bomb(), r"\.metadata is refused: it asks for posix\.mkdir"),
-        (lambda metadata: GetAttr(), r"\.metadata is refused: it asks for builtins\.getattr"),
+        (lambda metadata: GetAttr(), r"\.metadata is refused: it asks for builtins\.str"),
+        (lambda metadata: GetAttrOfAllowed(), r"\.metadata is refused: it asks for builtins\.getattr"),
         (lambda metadata: {"a": 1}, r"\.metadata is refused: it does not hold an index"),
         (outside_path, r"'\.\./other', outside the checkpoint's files"),
         (beyond_the_file, r"outside the checkpoint's files"),
@@ -150,6 +156,20 @@ def test_a_hostile_index_is_refused_and_nothing_of_it_runs(saved, monkeypatch, c
     forge(saved, rewrite_index(change))
     refused(saved, *start(seed=2), match)
     assert not (saved / "bomb").exists()
+
+
+def test_an_index_that_names_enum_members_by_getattr_loads(tmp_path, monkeypatch):
+    """As Python 3.11.2 pickles them; later versions call the enum instead."""
+    monkeypatch.setattr(
+        _MEM_FORMAT_ENCODING, "__reduce_ex__", lambda self, protocol: (getattr, (type(self), self.name))
+    )
+    model, optimizer = start()
+    train(model, optimizer, [1])
+    Checkpointer(tmp_path).save(1, model, optimizer)
+    assert b"getattr" in (tmp_path / "step-1" / ".metadata").read_bytes()
+    other, _ = start(seed=2)
+    Checkpointer(tmp_path).load(other)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
 
 
 def test_a_hostile_tensor_is_refused_and_nothing_of_it_runs(saved, monkeypatch):

@@ -168,3 +168,28 @@ def reshard_after_forward(config: Parallelism) -> bool:
             "split the backward pass would get wrong gradients. Use 'default' or 'never'."
         )
     return choice != "never" and pp == 1
+
+
+def draw_mesh(degrees: Degrees) -> str:
+    """Both factorizations, the groups of each axis, and where every rank sits, as plain text."""
+    lines = [f"dense   {_product(degrees.dense)}", f"expert  {_product(degrees.expert)}", ""]
+    places = [degrees.coordinates(rank) for rank in range(degrees.world)]
+    for view, sizes in enumerate((degrees.dense, degrees.expert)):
+        for axis, size in sizes.items():
+            if size == 1 or (view and axis == "pp"):
+                continue
+            groups: dict[tuple, list[int]] = {}
+            for rank, place in enumerate(places):
+                others = tuple(value for name, value in place[view].items() if name != axis)
+                groups.setdefault(others, []).append(rank)
+            shown = [str(group) for group in list(groups.values())[:4]]
+            more = f" … {len(groups)} groups" if len(groups) > 4 else ""
+            lines.append(f"{axis:14s} {' '.join(shown)}{more}")
+    names = [*degrees.dense, *list(degrees.expert)[1:]]
+    lines += ["", "  ".join(["rank", *names])]
+    for rank, (dense, expert) in enumerate(places):
+        cells = [*dense.values(), *list(expert.values())[1:]]
+        lines.append(
+            "  ".join(str(cell).rjust(len(name)) for cell, name in zip([rank, *cells], ["rank", *names], strict=True))
+        )
+    return "\n".join(lines)

@@ -120,14 +120,16 @@ class MetricsLogger:
         self.device = device or torch.device("cpu")
         self.peak_flops = peak_flops(self.device)
         folder = Path(config.job.dump_folder)
+        written = CONFIG_NAME
         try:
             folder.mkdir(parents=True, exist_ok=True)
             (folder / CONFIG_NAME).write_text(to_toml(config), encoding="utf-8")
+            written = FILE_NAME
             self.path = start_file(folder, resume_step)
             self.jsonl = open(self.path, "a", encoding="utf-8")
         except OSError as error:
             raise ConfigError(
-                f"job.dump_folder = {config.job.dump_folder!r}: {FILE_NAME} cannot be written there "
+                f"job.dump_folder = {config.job.dump_folder!r}: {written} cannot be written there "
                 f"({error.strerror}). Choose another folder."
             ) from error
         self.tensorboard = self.wandb = None
@@ -155,7 +157,7 @@ class MetricsLogger:
             step: the step, from 1.
             metrics: at least ``loss`` (nats per token), ``grad_norm``, ``lr`` and ``tokens`` (cumulative, over all
                 processes); others, such as ``mtp_loss``, ``data_wait_s`` (seconds) or ``skipped`` (steps skipped
-                so far), are written as they are.
+                in a row), are written as they are.
             moe: the result of ``titan_moe.moe.finish_step``; None for a dense model.
 
         Raises:
@@ -265,9 +267,15 @@ class MetricsLogger:
             name = layer["layer"]
             scalars |= {f"moe/{name}/{key}": v for key, v in layer.items() if isinstance(v, int | float)}
         if self.tensorboard is not None:
-            for key, value in scalars.items():
-                self.tensorboard.add_scalar(key, value, step)
-            self.tensorboard.flush()
+            try:
+                for key, value in scalars.items():
+                    self.tensorboard.add_scalar(key, value, step)
+                self.tensorboard.flush()
+            except OSError as error:
+                raise TrainingError(
+                    f"step {step}: TensorBoard's file cannot be written ({error.strerror or error}). "
+                    "Free space and resume from the last checkpoint, or set metrics.no_enable_tensorboard."
+                ) from error
         if self.wandb is not None:
             self.wandb.log(scalars, step=step)
 

@@ -1,5 +1,8 @@
 """Any layout of a plain ``nn.Module``: meshes, plans, and the styles that plans name."""
 
+import sys
+from types import ModuleType
+
 from titan_moe.parallelize.apply import parallelize
 from titan_moe.parallelize.build import Whole, build_model
 from titan_moe.parallelize.check import check_layout
@@ -42,3 +45,12 @@ __all__ = [
     "shard_sequence",
     "swap_moe",
 ]
+
+
+class _CallableModule(ModuleType):
+    # The package and its main function share a name: titan_moe.parallelize(model, meshes) is to work either way.
+    def __call__(self, *args, **kwargs):
+        return parallelize(*args, **kwargs)
+
+
+sys.modules[__name__].__class__ = _CallableModule
