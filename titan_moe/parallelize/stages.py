@@ -6,7 +6,14 @@ from torch import nn
 from titan_moe.config.job import Parallelism
 from titan_moe.errors import ConfigError, nearest
 from titan_moe.models import Decoder, ModelConfig, from_config
-from titan_moe.parallelize.layout import Stage, default_layout, describe_stage, parse_layout, stages_of_rank
+from titan_moe.parallelize.layout import (
+    Stage,
+    default_layout,
+    describe_stage,
+    draw_layout,
+    parse_layout,
+    stages_of_rank,
+)
 
 ONE_STAGE = ("GPipe", "1F1B")
 """Schedules of one stage per rank."""
@@ -111,8 +118,8 @@ def _check_single_use(schedule: str, model_config: ModelConfig, stages: list[Sta
             legal = ", ".join(name for name in SCHEDULES if name not in SPLIT_BACKWARD)
             raise ConfigError(
                 f"pipeline_parallel_schedule = {schedule!r}: stage {index} ({describe_stage(stage)}) uses the "
-                "embedding twice, which a split backward pass cannot. Set pipeline_parallel_layout so that MTP layers, and "
-                f"the head of a tied model, are in stages of their own, or choose {legal}."
+                "embedding twice, which a split backward pass cannot. Set pipeline_parallel_layout so that MTP layers, "
+                f"and the head of a tied model, are in stages of their own, or choose {legal}."
             )
 
 
@@ -133,6 +140,20 @@ def _check_micro_batches(schedule: str, pp: int, count: int, local_batch: int) -
             f"{count} micro-batches do not divide into rounds: {schedule} with pipeline_parallel_degree {pp} takes "
             f"them in {rounds} equal rounds. Nearest legal numbers: {' or '.join(map(str, near))}."
         )
+
+
+def draw_pipeline(parallelism: Parallelism, model_config: ModelConfig) -> str:
+    """The layout as a string, and a table of what each pipeline rank holds.
+
+    Raises:
+        ConfigError: as ``pipeline_stages``.
+    """
+    pp, vpp = parallelism.pipeline_parallel_degree, parallelism.virtual_pipeline_degree
+    stages = pipeline_stages(parallelism, model_config)
+    sizes = {"num_layers": model_config.num_layers, "mtp_depth": model_config.mtp_depth, "pp": pp, "vpp": vpp}
+    text = parallelism.pipeline_parallel_layout or default_layout(**sizes)
+    v_shaped = parallelism.pipeline_parallel_schedule in V_SHAPED
+    return f"{text}\n\n{draw_layout(stages, pp, vpp, v_shaped=v_shaped)}"
 
 
 def split_stage(model_config: ModelConfig, stage: Stage) -> Decoder:
