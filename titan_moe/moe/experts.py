@@ -1,5 +1,7 @@
 """The experts of a layer: all weights stacked, one grouped product or a loop."""
 
+from typing import ClassVar
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -25,7 +27,7 @@ class Experts(nn.Module):
         adds_b2: False on all but one of the ranks that share an expert's F; b2 then has a gradient of 0 here.
     """
 
-    hidden_dims = {"w1": 2, "w2": 2, "b1": 2, "b2": None}
+    hidden_dims: ClassVar = {"w1": 2, "w2": 2, "b1": 2, "b2": None}
     """Which dim of each parameter is the hidden dim F."""
 
     def __init__(self, config: MoEConfig):
