@@ -102,7 +102,9 @@ def resolve_degrees(config: Parallelism, world_size: int) -> Degrees:
                 f"dense layout dp_replicate {dpr} x cp {cp} x tp {tp} = {fixed} does not divide the {stage} "
                 f"processes of a pipeline stage ({world_size} / pp {pp}). Legal tp here: "
                 f"{', '.join(str(d) for d in divisors(stage) if stage % (dpr * cp * d) == 0) or 'none'}; legal cp: "
-                f"{', '.join(str(d) for d in divisors(stage) if stage % (dpr * tp * d) == 0) or 'none'}."
+                f"{', '.join(str(d) for d in divisors(stage) if stage % (dpr * tp * d) == 0) or 'none'}; "
+                "legal data_parallel_replicate_degree: "
+                f"{', '.join(str(d) for d in divisors(stage) if stage % (cp * tp * d) == 0) or 'none'}."
             )
         dps = stage // fixed
     dense = {"pp": pp, "dp_replicate": dpr, "dp_shard": dps, "cp": cp, "tp": tp}
