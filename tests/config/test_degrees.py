@@ -100,7 +100,7 @@ def test_a_degree_below_one_is_refused(name, value):
         (8, {"pp": 3}, ["pipeline_parallel_degree = 3", "8 processes", "1, 2, 4, 8"]),
         (6, {"pp": 4}, ["pipeline_parallel_degree = 4", "2, 3, 6"]),
         (8, {"tp": 3}, ["dp_replicate 1 x cp 1 x tp 3 = 3", "8 processes", "Legal tp here: 1, 2, 4, 8"]),
-        (8, {"pp": 2, "cp": 2, "tp": 4}, ["cp 2 x tp 4 = 8", "4 processes", "Legal tp here: 1, 2;", "legal cp: 1."]),
+        (8, {"pp": 2, "cp": 2, "tp": 4}, ["cp 2 x tp 4 = 8", "4 processes", "Legal tp here: 1, 2;", "legal cp: 1;"]),
         (8, {"dps": 3}, ["dp_shard 3", "= 3", "8 processes", "NGPU = 3", "data_parallel_shard_degree = 8, or -1"]),
         (8, {"dps": 4, "tp": 4}, ["dp_shard 4 x cp 1 x tp 4 = 16", "NGPU = 16", "data_parallel_shard_degree = 2"]),
         (8, {"dps": 2, "tp": 3}, ["dp_shard 2 x cp 1 x tp 3 = 6", "NGPU = 6", "-1 after mending the others"]),

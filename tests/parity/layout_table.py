@@ -109,7 +109,7 @@ FOLDED = {
 
 _AUX, _GLOBAL = {"aux_loss_coef": 0.1}, {"global_aux_loss_coef": 0.1}
 _UNEVEN = {"num_experts": 7, "num_groups": 1, "topk_groups": 1, "vocab_size": 41, "ffn_dim": 22}
-_UNEVEN |= {"shared_hidden_dim": 11, "hidden_dim": 9}
+_UNEVEN |= {"shared_hidden_dim": 11, "hidden_dim": 11}
 SWITCHES = {
     "allgather ep8": ((V3,), {"ep": 8, "dispatcher": "allgather"}),
     "allgather tp ep4 etp2": ((QWEN,), {"tp": 2, "ep": 4, "etp": 2, "dispatcher": "allgather"}),

@@ -1,6 +1,7 @@
 """Every layout trains the model that one process trains: losses, gradients, norm, counters, weights; float64."""
 
 import pytest
+from fuzzing import check_case
 from layout_run import EXACT, check, relative
 from layout_table import MATRIX, QUICK
 from model_case import TINY, Case, batch_of, build_alone, gradients_alone
@@ -18,6 +19,11 @@ def test_layout_equals_one_process(run_ranks, references, name):
 def test_the_matrix_has_sixty_layouts_of_eight_ranks():
     layouts = {repr((case.degrees, case.override, case.passes)) for case in MATRIX.values() if case.ranks == 8}
     assert len(layouts) >= 60
+
+
+def test_every_layout_of_the_matrix_is_legal():
+    for case in MATRIX.values():
+        check_case(case)
 
 
 @pytest.mark.parametrize("family", TINY)
