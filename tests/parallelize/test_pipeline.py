@@ -23,6 +23,8 @@ from titan_moe.parallelize.pipeline import Pipeline, forward_ticks
 from titan_moe.parallelize.stages import split_model
 from titan_moe.plugins.recompute import recompute_layers
 
+pytestmark = pytest.mark.slow
+
 EXACT = 1e-10
 
 MTP = {"mtp_depth": 2, "num_layers": 3}

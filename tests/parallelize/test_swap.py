@@ -17,6 +17,8 @@ from titan_moe.moe.balance import finish_step
 from titan_moe.parallelize import MoEAdapter, build_meshes, parallelize, swap_moe
 from titan_moe.parallelize.swap import Listed, transformers_adapter
 
+pytestmark = pytest.mark.slow
+
 transformers = pytest.importorskip("transformers")
 
 _COMMON = {

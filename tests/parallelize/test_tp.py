@@ -9,6 +9,8 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from titan_moe.config.job import Parallelism
 from titan_moe.parallelize import build_meshes, parallelize, plan_for
 
+pytestmark = pytest.mark.slow
+
 TP2 = {"tensor_parallel_degree": 2}
 TP4 = {"tensor_parallel_degree": 4}
 

@@ -18,6 +18,8 @@ from titan_moe.moe.balance import balances, finish_step
 from titan_moe.optim import clip_grad_norm
 from titan_moe.parallelize import build_meshes
 
+pytestmark = pytest.mark.slow
+
 
 def start(case: Case) -> Run:
     return Run(case, build_meshes(case.parallelism()))

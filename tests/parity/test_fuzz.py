@@ -5,6 +5,8 @@ from fuzzing import draw
 from layout_run import check
 from model_case import References
 
+pytestmark = pytest.mark.slow
+
 QUICK, SLOW = 2, 40
 
 
