@@ -18,6 +18,8 @@ from titan_moe.parallelize import build_meshes, context, parallelize
 from titan_moe.parallelize.context import ContextParallel, check_context, local_positions, shard_sequence
 from titan_moe.plugins.recompute import recompute_layers
 
+pytestmark = pytest.mark.slow
+
 TINY = {"dim": 32, "num_layers": 2, "hidden_dim": 16, "vocab_size": 40, "init_std": 0.3, "z_loss_coef": 0.01}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 GQA = {"num_heads": 8, "num_kv_heads": 2, "head_dim": 8}

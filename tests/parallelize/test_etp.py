@@ -5,6 +5,8 @@ import torch
 import torch.distributed as dist
 from moe_parity import DISPATCHERS, all_reduce, assert_same, build, data, differences, expert_slice, run, spread
 
+pytestmark = pytest.mark.slow
+
 BIASED = {"expert_linear_bias": True, "router_bias": True}
 
 
