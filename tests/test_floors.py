@@ -106,9 +106,10 @@ def test_no_module_imports_another_rooms_private_names(path):
             assert not private, f"{module}: {private}"
 
 
-def test_the_package_and_its_command_line_import_without_torch():
+def test_the_command_line_configs_and_checks_import_without_torch():
     program = (
         "import sys, titan_moe, titan_moe.config, titan_moe.cli, titan_moe.launch, titan_moe.train\n"
+        "import titan_moe.models, titan_moe.parallelize.check, titan_moe.parallelize.stages\n"
         "assert 'torch' not in sys.modules and 'tyro' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", program], check=True)

@@ -23,7 +23,7 @@ def _mtp_twins() -> tuple[torch.nn.Module, torch.nn.ModuleList, models.Decoder]:
         for name, buffer in blocks.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.normal_(0, 0.2)
-    ours = models.from_config(models.base.override_config(plain.config, {"mtp_depth": 2}))
+    ours = models.from_config(models.spec.override_config(plain.config, {"mtp_depth": 2}))
     state = plain.state_dict()
     for depth, block in enumerate(blocks):
         for name, value in block.state_dict().items():

@@ -18,7 +18,8 @@ from titan_moe.parallelize.apply import parallelize
 from titan_moe.parallelize.context import shard_sequence
 from titan_moe.parallelize.mesh import Meshes, build_meshes
 from titan_moe.parallelize.pipeline import Pipeline
-from titan_moe.parallelize.stages import check_pipeline, split_model
+from titan_moe.parallelize.split import split_model
+from titan_moe.parallelize.stages import check_pipeline
 
 VOCAB = 40
 QWEN = {"dim": 16, "head_dim": 8, "hidden_dim": 8, "vocab_size": VOCAB, "num_experts": 4}

@@ -18,7 +18,7 @@ from titan_moe.models import init_parameters
 from titan_moe.parallelize.apply import parallelize
 from titan_moe.parallelize.fake import fake_run
 from titan_moe.parallelize.mesh import build_meshes
-from titan_moe.parallelize.stages import split_model
+from titan_moe.parallelize.split import split_model
 
 ROOT = Path(__file__).parents[2]
 BIG = ROOT / "train_configs" / "deepseek_v3_671b_h100.toml"

@@ -20,7 +20,7 @@ from titan_moe.models import from_config, init_parameters
 from titan_moe.optim import clip_grad_norm
 from titan_moe.parallelize import build_meshes, parallelize
 from titan_moe.parallelize.pipeline import Pipeline, forward_ticks
-from titan_moe.parallelize.stages import split_model
+from titan_moe.parallelize.split import split_model
 from titan_moe.plugins.recompute import recompute_layers
 
 pytestmark = pytest.mark.slow

@@ -13,6 +13,7 @@ from titan_moe.errors import ConfigError
 from titan_moe.moe.balance import balances
 from titan_moe.parallelize.layout import Stage, stages_of_rank
 from titan_moe.parallelize.pipeline import SCHEDULE_CLASSES
+from titan_moe.parallelize.split import split_model, split_stage
 from titan_moe.parallelize.stages import (
     ONE_STAGE,
     SCHEDULES,
@@ -21,8 +22,6 @@ from titan_moe.parallelize.stages import (
     moe_layer_names,
     pipeline_stages,
     shared_parameters,
-    split_model,
-    split_stage,
 )
 
 LAYERS = 6

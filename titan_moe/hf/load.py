@@ -17,7 +17,7 @@ from titan_moe.hf.config import check_dtype, config_from_hf, differences, mtp_la
 from titan_moe.hf.names import Piece, is_router, layouts, repeats
 from titan_moe.hf.source import Dequantized, open_source
 from titan_moe.models import from_config
-from titan_moe.models.base import override_config
+from titan_moe.models.spec import override_config
 
 logger = logging.getLogger(__name__)
 

@@ -1,15 +1,20 @@
-"""Model families: one file each, plain modules, built by name on any device."""
+"""Model families: one file each, plain modules, built by name on any device.
+
+Configs are here at once; modules load on first use, so that a plan or a check does not wait for torch.
+"""
 
 from dataclasses import dataclass
-from typing import Any
-
-import torch
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from titan_moe.errors import ConfigError, nearest
 from titan_moe.models import deepseek_v3, glm4_moe, gpt_oss, mixtral, qwen3_moe
-from titan_moe.models.base import Decoder, ModelConfig, override_config
-from titan_moe.models.init import init_parameters
-from titan_moe.models.loss import Losses, token_losses
+from titan_moe.models.spec import ModelConfig, override_config
+
+if TYPE_CHECKING:
+    from titan_moe.models.base import Decoder
+
+_HOMES = {"Decoder": "base", "init_parameters": "init", "Losses": "loss", "token_losses": "loss"}
 
 __all__ = [
     "FAMILIES",
@@ -27,20 +32,29 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Family:
-    """A model family: its module and the configs of its published sizes."""
+    """A model family: the configs of its published sizes."""
 
-    model: type[Decoder]
     flavors: dict[str, ModelConfig]
 
 
 FAMILIES = {
-    "deepseek_v3": Family(deepseek_v3.DeepseekV3, deepseek_v3.FLAVORS),
-    "kimi_k2": Family(deepseek_v3.DeepseekV3, deepseek_v3.KIMI_K2_FLAVORS),
-    "qwen3_moe": Family(qwen3_moe.Qwen3Moe, qwen3_moe.FLAVORS),
-    "mixtral": Family(mixtral.Mixtral, mixtral.FLAVORS),
-    "gpt_oss": Family(gpt_oss.GptOss, gpt_oss.FLAVORS),
-    "glm4_moe": Family(glm4_moe.Glm4Moe, glm4_moe.FLAVORS),
+    "deepseek_v3": Family(deepseek_v3.FLAVORS),
+    "kimi_k2": Family(deepseek_v3.KIMI_K2_FLAVORS),
+    "qwen3_moe": Family(qwen3_moe.FLAVORS),
+    "mixtral": Family(mixtral.FLAVORS),
+    "gpt_oss": Family(gpt_oss.FLAVORS),
+    "glm4_moe": Family(glm4_moe.FLAVORS),
 }
+
+
+def __getattr__(name: str):
+    if name not in _HOMES:
+        raise AttributeError(f"module 'titan_moe.models' has no attribute {name!r}")
+    return getattr(import_module(f"titan_moe.models.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
 
 
 def config(family: str, flavor: str, /, **override: Any) -> ModelConfig:
@@ -57,7 +71,7 @@ def config(family: str, flavor: str, /, **override: Any) -> ModelConfig:
     return override_config(flavors[flavor], override)
 
 
-def from_config(model_config: ModelConfig, *, seed: int | None = 0) -> Decoder:
+def from_config(model_config: ModelConfig, *, seed: int | None = 0) -> "Decoder":
     """The model of a config, on the current default device and dtype.
 
     Args:
@@ -65,9 +79,14 @@ def from_config(model_config: ModelConfig, *, seed: int | None = 0) -> Decoder:
         seed: of the initial weights; None leaves them uninitialised, for weights that are about to be loaded.
             Buffers are set in any case. On meta nothing is initialised.
     """
+    import torch
+
+    from titan_moe.models.base import Decoder
+    from titan_moe.models.init import init_parameters
+
     device = torch.get_default_device()
     with torch.device("meta"):
-        model = FAMILIES[model_config.family].model(model_config)
+        model = Decoder(model_config)
     if device.type == "meta":
         return model
     model.to_empty(device=device)
@@ -79,7 +98,7 @@ def from_config(model_config: ModelConfig, *, seed: int | None = 0) -> Decoder:
     return model
 
 
-def build(family: str, flavor: str, /, *, seed: int = 0, **override: Any) -> Decoder:
+def build(family: str, flavor: str, /, *, seed: int = 0, **override: Any) -> "Decoder":
     """A model by name, on the current default device and dtype; on meta without values.
 
     Args:

@@ -16,8 +16,8 @@ from titan_moe.models.norm import RMSNorm
 from titan_moe.models.rope import rotate, yarn_mscale
 
 if TYPE_CHECKING:
-    from titan_moe.models.base import ModelConfig
     from titan_moe.models.deepseek_v3 import DeepseekV3Config
+    from titan_moe.models.spec import ModelConfig
 
 
 class ForwardContext:

@@ -1,147 +1,20 @@
-"""The decoder that all families share, its config and how a config is overridden."""
-
-import math
-from dataclasses import dataclass, fields, replace
-from typing import Any, ClassVar, get_type_hints
+"""The decoder that all families share."""
 
 import torch
 from torch import Tensor, nn
 
-from titan_moe.config.types import check_type
-from titan_moe.errors import ConfigError, nearest
-from titan_moe.models.attention import ForwardContext, attention_mask, mask_kind
+from titan_moe.errors import ConfigError
+from titan_moe.models.attention import Attention, ForwardContext, LatentAttention, attention_mask, mask_kind
 from titan_moe.models.layers import DecoderLayer, MTPBlock, TokenEmbedding
 from titan_moe.models.norm import RMSNorm
-from titan_moe.models.rope import Rotary, check_scaling
-from titan_moe.moe import MoEConfig
-
-
-@dataclass(kw_only=True)
-class ModelConfig:
-    """Sizes and constants of a decoder. Families add their own fields.
-
-    Raises:
-        ConfigError: on a combination that cannot work.
-    """
-
-    family: ClassVar[str]
-    derived: ClassVar[dict[str, str]] = {}
-    """Fields that follow from others, with the names of those: an override has to agree with them."""
-
-    vocab_size: int
-    """Rows of the embedding."""
-    dim: int
-    """Model dim D."""
-    num_layers: int
-    """Decoder layers, without MTP."""
-    num_heads: int
-    """Query heads."""
-    num_kv_heads: int
-    """Key-value heads; divides num_heads."""
-    head_dim: int
-    """Dims of one head."""
-    ffn_dim: int = 0
-    """Hidden dim of the dense feed-forward in the leading layers."""
-    num_dense_layers: int = 0
-    """Leading layers with a dense feed-forward in place of MoE."""
-    norm_eps: float = 1e-6
-    """Added to the mean square in RMSNorm."""
-    rope_theta: float = 10000.0
-    """Base of the rotary wavelengths."""
-    rope_scaling: dict[str, Any] | None = None
-    """YaRN: rope_type = 'yarn', factor, original_max_position_embeddings, and its optional keys."""
-    max_seq_len: int = 4096
-    """Longest sequence, in tokens."""
-    tie_embeddings: bool = False
-    """The head is the embedding, transposed."""
-    mtp_depth: int = 0
-    """Multi-token-prediction depths; each predicts one more token ahead, in training."""
-    mtp_loss_weight: float = 0.3
-    """Weight of the mean loss over MTP depths."""
-    mtp_own_embeddings: bool = False
-    """Give each MTP depth an embedding and a head of its own."""
-    init_std: float = 0.02
-    """Standard deviation of initial weights."""
-    moe: MoEConfig
-    """The MoE layers."""
-
-    def __post_init__(self) -> None:
-        self.at_least(1, "vocab_size", "dim", "num_layers", "num_heads", "num_kv_heads", "head_dim", "max_seq_len")
-        self.at_least(0, "ffn_dim", "num_dense_layers", "mtp_depth")
-        for name, above, least, usual in (
-            ("norm_eps", True, 0, "1e-6 is usual"),
-            ("rope_theta", True, 1, "10000 is usual"),
-            ("init_std", False, 0, "0.02 is usual"),
-            ("mtp_loss_weight", False, 0, "0 switches the loss off"),
-        ):
-            value = getattr(self, name)
-            if not least <= value < math.inf or (above and value == least):
-                rule = f"more than {least}" if above else f"at least {least}"
-                raise ConfigError(f"{name} = {value}: must be finite and {rule}; {usual}.")
-        if self.num_heads % self.num_kv_heads:
-            raise ConfigError(
-                f"num_kv_heads = {self.num_kv_heads} does not divide num_heads = {self.num_heads}. Set it to a divisor."
-            )
-        if self.num_dense_layers > self.num_layers:
-            raise ConfigError(
-                f"num_dense_layers = {self.num_dense_layers} is more than num_layers = {self.num_layers}. "
-                f"Set num_dense_layers to at most {self.num_layers}."
-            )
-        if self.num_dense_layers and self.ffn_dim < 1:
-            raise ConfigError(f"ffn_dim = {self.ffn_dim}: dense layers need a hidden dim of at least 1.")
-        if self.moe.dim != self.dim:
-            raise ConfigError(f"moe.dim = {self.moe.dim} differs from dim = {self.dim}. Set both to the same value.")
-        check_scaling(self.rope_scaling)
-        if self.rotary().dim % 2:
-            raise ConfigError(f"{self.rotary().dim} rotary dims: must be even. Change the head dim.")
-
-    def at_least(self, least: int, *names: str) -> None:
-        """Raises ConfigError if one of these fields is set below ``least``."""
-        for name in names:
-            value = getattr(self, name)
-            if value is not None and value < least:
-                raise ConfigError(f"{name} = {value}: must be at least {least}.")
-
-    def rotary(self) -> Rotary:
-        """The rotation of queries and keys."""
-        return Rotary(self.head_dim, self.rope_theta, self.rope_scaling)
-
-
-def override_config(config: ModelConfig, override: dict[str, Any]) -> ModelConfig:
-    """A copy of ``config`` with fields of it, or of its MoE layers, replaced.
-
-    Args:
-        config: left as it is.
-        override: field name to value. A name that only MoEConfig has goes there; ``dim`` goes to both.
-
-    Raises:
-        ConfigError: on an unknown name, a value of the wrong type, or a combination that cannot work.
-    """
-    of_model = {f.name for f in fields(config)} - {"moe"}
-    of_moe = {f.name for f in fields(MoEConfig)}
-    hints = {**get_type_hints(MoEConfig), **get_type_hints(type(config))}
-    for name, value in override.items():
-        if name not in of_model | of_moe:
-            raise ConfigError(f"model.override.{name}: unknown field.{nearest(name, of_model | of_moe)}")
-        check_type(f"model.override.{name}", value, hints[name])
-    moe = replace(
-        config.moe, **{k: v for k, v in override.items() if k in of_moe and (k not in of_model or k == "dim")}
-    )
-    changed = replace(config, moe=moe, **{k: v for k, v in override.items() if k in of_model})
-    for name, sources in config.derived.items():
-        if override.get(name, getattr(changed, name)) != getattr(changed, name):
-            raise ConfigError(
-                f"model.override.{name} = {override[name]}: follows from {sources} in {config.family} and is "
-                f"{getattr(changed, name)} here. Leave it out and set {sources}."
-            )
-    return changed
+from titan_moe.models.spec import ModelConfig
 
 
 class Decoder(nn.Module):
-    """A decoder-only language model; families choose the attention.
+    """A decoder-only language model.
 
     Parameters are left uninitialised: see ``titan_moe.models.init``. A part that is None or missing is skipped in the
-    forward pass, so that a pipeline stage can hold some of them.
+    forward pass, so that a pipeline stage can hold some of them. Families choose the attention by their config.
 
     Attributes:
         has_head: False in a pipeline stage that passes its hidden states on.
@@ -167,7 +40,17 @@ class Decoder(nn.Module):
 
     def attention(self, layer: int) -> nn.Module:
         """The attention of layer ``layer``; MTP layers count on from ``num_layers``."""
-        raise AssertionError("a family defines its attention")
+        spec = self.config.attention(layer)
+        if spec.latent:
+            return LatentAttention(self.config)
+        return Attention(
+            self.config,
+            qkv_bias=spec.qkv_bias,
+            out_bias=spec.out_bias,
+            qk_norm=spec.qk_norm,
+            window=spec.window,
+            sinks=spec.sinks,
+        )
 
     def forward(
         self,

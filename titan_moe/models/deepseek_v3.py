@@ -5,12 +5,13 @@ group-limited routing, multi-token prediction.
 """
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from titan_moe.models.attention import LatentAttention
-from titan_moe.models.base import Decoder, ModelConfig
-from titan_moe.models.rope import Rotary
-from titan_moe.moe import MoEConfig
+from titan_moe.models.spec import AttentionSpec, ModelConfig
+from titan_moe.moe.config import MoEConfig
+
+if TYPE_CHECKING:
+    from titan_moe.models.rope import Rotary
 
 
 @dataclass(kw_only=True)
@@ -46,9 +47,18 @@ class DeepseekV3Config(ModelConfig):
         self.head_dim = self.qk_nope_head_dim + self.qk_rope_head_dim
         super().__post_init__()
 
-    def rotary(self) -> Rotary:
+    @property
+    def rotary_dim(self) -> int:
+        return self.qk_rope_head_dim
+
+    def attention(self, layer: int) -> AttentionSpec:
+        return AttentionSpec(latent=True)
+
+    def rotary(self) -> "Rotary":
+        from titan_moe.models.rope import Rotary
+
         return Rotary(
-            self.qk_rope_head_dim,
+            self.rotary_dim,
             self.rope_theta,
             self.rope_scaling,
             head_dim=self.head_dim,
@@ -62,13 +72,6 @@ class KimiK2Config(DeepseekV3Config):
     """DeepSeek-V3's architecture without expert groups."""
 
     family: ClassVar[str] = "kimi_k2"
-
-
-class DeepseekV3(Decoder):
-    """DeepSeek-V3, and with other numbers Kimi-K2."""
-
-    def attention(self, layer: int) -> LatentAttention:
-        return LatentAttention(self.config)
 
 
 def _yarn(**keys: float) -> dict[str, Any]:

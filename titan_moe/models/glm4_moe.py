@@ -4,10 +4,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from titan_moe.errors import ConfigError
-from titan_moe.models.attention import Attention
-from titan_moe.models.base import Decoder, ModelConfig
-from titan_moe.models.rope import Rotary
-from titan_moe.moe import MoEConfig
+from titan_moe.models.spec import AttentionSpec, ModelConfig
+from titan_moe.moe.config import MoEConfig
 
 
 @dataclass(kw_only=True)
@@ -29,16 +27,12 @@ class Glm4MoeConfig(ModelConfig):
             raise ConfigError(f"partial_rotary_factor = {value}: must be a share of the head: above 0, at most 1.")
         super().__post_init__()
 
-    def rotary(self) -> Rotary:
-        dim = int(self.head_dim * self.partial_rotary_factor)
-        return Rotary(dim, self.rope_theta, self.rope_scaling, head_dim=self.head_dim)
+    @property
+    def rotary_dim(self) -> int:
+        return int(self.head_dim * self.partial_rotary_factor)
 
-
-class Glm4Moe(Decoder):
-    """GLM-4.5 and 4.6."""
-
-    def attention(self, layer: int) -> Attention:
-        return Attention(self.config, qkv_bias=self.config.attention_bias, qk_norm=self.config.qk_norm)
+    def attention(self, layer: int) -> AttentionSpec:
+        return AttentionSpec(qkv_bias=self.attention_bias, qk_norm=self.qk_norm)
 
 
 FLAVORS = {

@@ -3,9 +3,8 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from titan_moe.models.attention import Attention
-from titan_moe.models.base import Decoder, ModelConfig
-from titan_moe.moe import MoEConfig
+from titan_moe.models.spec import AttentionSpec, ModelConfig
+from titan_moe.moe.config import MoEConfig
 
 
 @dataclass(kw_only=True)
@@ -23,14 +22,10 @@ class GptOssConfig(ModelConfig):
         self.at_least(1, "sliding_window", "full_attention_every")
         super().__post_init__()
 
-
-class GptOss(Decoder):
-    """GPT-OSS."""
-
-    def attention(self, layer: int) -> Attention:
-        full = (layer + 1) % self.config.full_attention_every == 0
-        window = None if full else self.config.sliding_window
-        return Attention(self.config, qkv_bias=True, out_bias=True, window=window, sinks=True)
+    def attention(self, layer: int) -> AttentionSpec:
+        full = (layer + 1) % self.full_attention_every == 0
+        window = None if full else self.sliding_window
+        return AttentionSpec(qkv_bias=True, out_bias=True, window=window, sinks=True)
 
 
 def _moe(dim: int, hidden_dim: int, num_experts: int, top_k: int) -> MoEConfig:

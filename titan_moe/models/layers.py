@@ -11,7 +11,7 @@ from titan_moe.models.norm import RMSNorm
 from titan_moe.moe import MoE
 
 if TYPE_CHECKING:
-    from titan_moe.models.base import ModelConfig
+    from titan_moe.models.spec import ModelConfig
 
 
 class TokenEmbedding(nn.Embedding):

@@ -3,9 +3,8 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from titan_moe.models.attention import Attention
-from titan_moe.models.base import Decoder, ModelConfig
-from titan_moe.moe import MoEConfig
+from titan_moe.models.spec import AttentionSpec, ModelConfig
+from titan_moe.moe.config import MoEConfig
 
 
 @dataclass(kw_only=True)
@@ -21,12 +20,8 @@ class MixtralConfig(ModelConfig):
         self.at_least(1, "sliding_window")
         super().__post_init__()
 
-
-class Mixtral(Decoder):
-    """Mixtral."""
-
-    def attention(self, layer: int) -> Attention:
-        return Attention(self.config, window=self.config.sliding_window)
+    def attention(self, layer: int) -> AttentionSpec:
+        return AttentionSpec(window=self.sliding_window)
 
 
 FLAVORS = {

@@ -3,9 +3,8 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from titan_moe.models.attention import Attention
-from titan_moe.models.base import Decoder, ModelConfig
-from titan_moe.moe import MoEConfig
+from titan_moe.models.spec import AttentionSpec, ModelConfig
+from titan_moe.moe.config import MoEConfig
 
 
 @dataclass(kw_only=True)
@@ -14,12 +13,8 @@ class Qwen3MoeConfig(ModelConfig):
 
     family: ClassVar[str] = "qwen3_moe"
 
-
-class Qwen3Moe(Decoder):
-    """Qwen3-MoE."""
-
-    def attention(self, layer: int) -> Attention:
-        return Attention(self.config, qk_norm=True)
+    def attention(self, layer: int) -> AttentionSpec:
+        return AttentionSpec(qk_norm=True)
 
 
 FLAVORS = {

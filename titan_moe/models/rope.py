@@ -5,73 +5,13 @@ Tables are computed in each forward pass, once for all layers: nothing to go sta
 """
 
 import math
-import sys
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from titan_moe.errors import ConfigError, nearest
-
-_YARN_KEYS = {
-    "rope_type",
-    "factor",
-    "original_max_position_embeddings",
-    "beta_fast",
-    "beta_slow",
-    "mscale",
-    "mscale_all_dim",
-    "attention_factor",
-    "truncate",
-}
-_BETA_FAST, _BETA_SLOW = 32, 1
-
-
-def check_scaling(scaling: dict[str, Any] | None) -> None:
-    """Refuses a ``rope_scaling`` that would be misread.
-
-    Raises:
-        ConfigError: on an unknown type or key, a missing factor, or a value out of its range.
-    """
-    if scaling is None:
-        return
-    kind = scaling.get("rope_type")
-    if kind != "yarn":
-        raise ConfigError(
-            f"rope_scaling.rope_type = {kind!r}: must be 'yarn'. Leave rope_scaling unset for plain RoPE."
-        )
-    for key in scaling:
-        if key not in _YARN_KEYS:
-            raise ConfigError(f"rope_scaling.{key}: unknown key.{nearest(key, _YARN_KEYS)}")
-    for key in ("factor", "original_max_position_embeddings"):
-        if not _number(scaling.get(key), 1):
-            raise ConfigError(f"rope_scaling.{key} = {scaling.get(key)!r}: YaRN needs a finite number of at least 1.")
-    # None stands for the default, as in published configs.
-    given = {key: value for key, value in scaling.items() if value is not None}
-    for key in ("beta_fast", "beta_slow", "attention_factor"):
-        if key in given and not _number(given[key], sys.float_info.min):
-            raise ConfigError(
-                f"rope_scaling.{key} = {given[key]!r}: must be a finite number above 0. Leave it out for the default."
-            )
-    for key in ("mscale", "mscale_all_dim"):
-        if key in given and not _number(given[key], 0):
-            raise ConfigError(
-                f"rope_scaling.{key} = {given[key]!r}: must be a finite number of at least 0; 0 switches it off."
-            )
-    if not isinstance(given.get("truncate", True), bool):
-        raise ConfigError(f"rope_scaling.truncate = {given['truncate']!r}: must be true or false (bool).")
-    fast, slow = given.get("beta_fast", _BETA_FAST), given.get("beta_slow", _BETA_SLOW)
-    if fast < slow:
-        raise ConfigError(
-            f"rope_scaling.beta_fast = {fast} is less than beta_slow = {slow}: dims that turn fast keep their "
-            "frequency. Swap the two."
-        )
-
-
-def _number(value: Any, least: float) -> bool:
-    """Whether ``value`` is a finite number of at least ``least``."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and least <= value <= sys.float_info.max
+from titan_moe.models.spec import BETA_FAST, BETA_SLOW
 
 
 def yarn_mscale(factor: float, mscale: float = 1.0) -> float:
@@ -107,7 +47,7 @@ def inverse_frequencies(
         length = scaling["original_max_position_embeddings"]
         return dim * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
-    low, high = dim_of(scaling.get("beta_fast") or _BETA_FAST), dim_of(scaling.get("beta_slow") or _BETA_SLOW)
+    low, high = dim_of(scaling.get("beta_fast") or BETA_FAST), dim_of(scaling.get("beta_slow") or BETA_SLOW)
     if scaling.get("truncate") is not False:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, dim - 1)

@@ -1,56 +1,51 @@
-"""Any layout of a plain ``nn.Module``: meshes, plans, and the styles that plans name."""
+"""Any layout of a plain ``nn.Module``: meshes, plans, and the styles that plans name.
+
+Names load on first use: whether a layout is legal is asked without torch.
+"""
 
 import sys
+from importlib import import_module
 from types import ModuleType
 
-from titan_moe.parallelize.apply import parallelize
-from titan_moe.parallelize.build import Whole, build_model
-from titan_moe.parallelize.check import check_layout
-from titan_moe.parallelize.context import shard_sequence
-from titan_moe.parallelize.mesh import Meshes, build_meshes
-from titan_moe.parallelize.pipeline import Pipeline
-from titan_moe.parallelize.plan import Plan
-from titan_moe.parallelize.plans import plan_for
-from titan_moe.parallelize.styles import (
-    Attention,
-    Colwise,
-    Experts,
-    Replicate,
-    Router,
-    Rowwise,
-    SequenceParallel,
-    VocabParallel,
-)
-from titan_moe.parallelize.swap import MoEAdapter, swap_moe
+_HOMES = {
+    "Attention": "styles",
+    "Colwise": "styles",
+    "Experts": "styles",
+    "Meshes": "mesh",
+    "MoEAdapter": "swap",
+    "Pipeline": "pipeline",
+    "Plan": "plan",
+    "Replicate": "styles",
+    "Router": "styles",
+    "Rowwise": "styles",
+    "SequenceParallel": "styles",
+    "VocabParallel": "styles",
+    "Whole": "build",
+    "build_meshes": "mesh",
+    "build_model": "build",
+    "check_layout": "check",
+    "parallelize": "apply",
+    "plan_for": "plans",
+    "shard_sequence": "context",
+    "swap_moe": "swap",
+}
+__all__ = sorted(_HOMES)
 
-__all__ = [
-    "Attention",
-    "Colwise",
-    "Experts",
-    "Meshes",
-    "MoEAdapter",
-    "Pipeline",
-    "Plan",
-    "Replicate",
-    "Router",
-    "Rowwise",
-    "SequenceParallel",
-    "VocabParallel",
-    "Whole",
-    "build_meshes",
-    "build_model",
-    "check_layout",
-    "parallelize",
-    "plan_for",
-    "shard_sequence",
-    "swap_moe",
-]
+
+def __getattr__(name: str):
+    if name not in _HOMES:
+        raise AttributeError(f"module 'titan_moe.parallelize' has no attribute {name!r}")
+    return getattr(import_module(f"titan_moe.parallelize.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
 
 
 class _CallableModule(ModuleType):
     # The package and its main function share a name: titan_moe.parallelize(model, meshes) is to work either way.
     def __call__(self, *args, **kwargs):
-        return parallelize(*args, **kwargs)
+        return __getattr__("parallelize")(*args, **kwargs)
 
 
 sys.modules[__name__].__class__ = _CallableModule

@@ -13,7 +13,7 @@ from titan_moe.moe.balance import finish_step, set_token_weight
 from titan_moe.parallelize.apply import parallelize
 from titan_moe.parallelize.mesh import Meshes
 from titan_moe.parallelize.pipeline import Pipeline
-from titan_moe.parallelize.stages import split_model
+from titan_moe.parallelize.split import split_model
 
 
 class Whole:

@@ -1,14 +1,17 @@
-"""Whether a model can be shared out over given degrees; needs no process group."""
+"""Whether a model can be shared out over given degrees; needs no process group and no torch."""
 
 from math import gcd
+from typing import Literal, get_args
 
 from titan_moe.config.degrees import Degrees, check_experts, divisors
 from titan_moe.config.job import JobConfig, Moe
-from titan_moe.errors import ConfigError
+from titan_moe.errors import ConfigError, nearest
 from titan_moe.models import ModelConfig
-from titan_moe.moe import MoEConfig
-from titan_moe.parallelize.context import check_context
+from titan_moe.moe.config import MoEConfig
 from titan_moe.parallelize.stages import check_pipeline
+
+Method = Literal["allgather", "alltoall"]
+METHODS: tuple[str, ...] = get_args(Method)
 
 
 def check_model(config: ModelConfig, degrees: Degrees) -> None:
@@ -71,6 +74,42 @@ def check_layout(config: JobConfig, model_config: ModelConfig, degrees: Degrees,
         raise ConfigError(
             "parallelism.virtual_pipeline_degree and pipeline_parallel_layout need pipeline_parallel_degree > 1. "
             "Set it, or leave both out."
+        )
+
+
+def check_context(
+    seq_len: int, cp: int, *, method: str = "allgather", num_heads: int | None = None, tp: int = 1
+) -> None:
+    """Refuses what context parallelism cannot run; needs no process group.
+
+    Args:
+        seq_len: tokens of a sequence.
+        cp: ranks that share it.
+        method: ``allgather`` or ``alltoall``.
+        num_heads: query heads of the model, for ``alltoall``.
+        tp: tensor-parallel ranks that share the heads.
+
+    Raises:
+        ConfigError: with the nearest legal values.
+    """
+    if method not in METHODS:
+        raise ConfigError(f"parallelism.context_parallel_method = {method!r}: unknown.{nearest(method, METHODS)}")
+    if cp == 1:
+        return
+    chunks = 2 * cp
+    if seq_len % chunks:
+        near = [length for length in (seq_len // chunks * chunks, -(-seq_len // chunks) * chunks) if length]
+        raise ConfigError(
+            f"training.seq_len = {seq_len} is not a multiple of 2 x context_parallel_degree = {chunks}, the chunks "
+            f"that it is cut into. Nearest legal: {' or '.join(map(str, near))}."
+        )
+    if method == "alltoall" and num_heads is not None and num_heads % (cp * tp):
+        legal = [degree for degree in range(1, num_heads + 1) if num_heads % (degree * tp) == 0]
+        near = sorted(legal, key=lambda degree: abs(degree - cp))[:2]
+        raise ConfigError(
+            f"context_parallel_method 'alltoall' shares {num_heads} heads among context_parallel_degree {cp} x "
+            f"tensor_parallel_degree {tp} = {cp * tp} ranks, which does not divide. Nearest legal "
+            f"context_parallel_degree: {' or '.join(map(str, sorted(near))) or 'none'}; 'allgather' takes any."
         )
 
 

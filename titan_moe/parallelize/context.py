@@ -9,7 +9,7 @@ Losses and gradients are sums over tokens, so that those of the cp ranks add up 
 
 from collections.abc import Callable
 from math import lcm
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,50 +17,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from titan_moe.errors import ConfigError, nearest
+from titan_moe.errors import ConfigError
 from titan_moe.models.attention import attend, attention_mask
 from titan_moe.models.base import shift_within_document, tokens_ahead
 from titan_moe.models.loss import IGNORE
 from titan_moe.moe.dispatch.wire import all_gather, scatter_sum
-
-Method = Literal["allgather", "alltoall"]
-METHODS: tuple[str, ...] = get_args(Method)
-
-
-def check_context(
-    seq_len: int, cp: int, *, method: str = "allgather", num_heads: int | None = None, tp: int = 1
-) -> None:
-    """Refuses what context parallelism cannot run; needs no process group.
-
-    Args:
-        seq_len: tokens of a sequence.
-        cp: ranks that share it.
-        method: ``allgather`` or ``alltoall``.
-        num_heads: query heads of the model, for ``alltoall``.
-        tp: tensor-parallel ranks that share the heads.
-
-    Raises:
-        ConfigError: with the nearest legal values.
-    """
-    if method not in METHODS:
-        raise ConfigError(f"parallelism.context_parallel_method = {method!r}: unknown.{nearest(method, METHODS)}")
-    if cp == 1:
-        return
-    chunks = 2 * cp
-    if seq_len % chunks:
-        near = [length for length in (seq_len // chunks * chunks, -(-seq_len // chunks) * chunks) if length]
-        raise ConfigError(
-            f"training.seq_len = {seq_len} is not a multiple of 2 x context_parallel_degree = {chunks}, the chunks "
-            f"that it is cut into. Nearest legal: {' or '.join(map(str, near))}."
-        )
-    if method == "alltoall" and num_heads is not None and num_heads % (cp * tp):
-        legal = [degree for degree in range(1, num_heads + 1) if num_heads % (degree * tp) == 0]
-        near = sorted(legal, key=lambda degree: abs(degree - cp))[:2]
-        raise ConfigError(
-            f"context_parallel_method 'alltoall' shares {num_heads} heads among context_parallel_degree {cp} x "
-            f"tensor_parallel_degree {tp} = {cp * tp} ranks, which does not divide. Nearest legal "
-            f"context_parallel_degree: {' or '.join(map(str, sorted(near))) or 'none'}; 'allgather' takes any."
-        )
+from titan_moe.parallelize.check import METHODS, Method, check_context
 
 
 def local_positions(seq_len: int, cp_rank: int, cp_size: int, device: torch.device | None = None) -> Tensor:

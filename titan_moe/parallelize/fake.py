@@ -32,7 +32,7 @@ from titan_moe.parallelize.check import check_layout
 from titan_moe.parallelize.layout import Stage
 from titan_moe.parallelize.mesh import Meshes, build_meshes
 from titan_moe.parallelize.pipeline import Pipeline
-from titan_moe.parallelize.stages import split_model
+from titan_moe.parallelize.split import split_model
 
 _DATA_AXES = ("dp_replicate", "fsdp", "edp_replicate", "edp_shard")
 _MOMENTS = 2
