@@ -5,6 +5,7 @@ them costs a process group and no start-up.
 """
 
 import faulthandler
+import functools
 import gc
 import multiprocessing
 import os
@@ -163,8 +164,15 @@ def _run(store: dist.Store, rank: int, ranks: int, timeout: float, task: bytes) 
 
 
 def _forget() -> None:
-    """Drop what outlives a process group: DTensor's caches and cycles that hold meshes."""
-    from torch.distributed.tensor import debug
+    """Drop what outlives a process group: DTensor's caches and cycles, which hold meshes.
+
+    A gloo group that is held by a mesh keeps its threads, each of which wakes a hundred times a second.
+    """
+    from torch.distributed.tensor import _redistribute, debug
 
     debug._clear_sharding_prop_cache()
+    _redistribute.clear_redistribute_planner_cache()
+    for cache in gc.get_objects():
+        if isinstance(cache, functools._lru_cache_wrapper) and (cache.__module__ or "").startswith("torch.distributed"):
+            cache.cache_clear()
     gc.collect()
