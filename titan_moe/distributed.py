@@ -1,14 +1,12 @@
 """Process-group helpers that also work without a group, as in a single-process run."""
 
 import os
-from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 
@@ -50,16 +48,6 @@ def init_process_group(device_type: str, timeout_seconds: float) -> None:
         dist.init_process_group(backend, timeout=timeout)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
-
-
-def make_mesh(device_type: str, sizes: Sequence[int], names: Sequence[str]) -> DeviceMesh:
-    """A mesh over the whole world whose groups all carry the world's timeout.
-
-    Groups that a mesh creates fall back to torch's own defaults of 10 or 30 minutes.
-    """
-    mesh = init_device_mesh(device_type, tuple(sizes), mesh_dim_names=tuple(names))
-    set_timeout(timeout_seconds())
-    return mesh
 
 
 def timeout_seconds(group: dist.ProcessGroup | None = None) -> float:
@@ -112,12 +100,6 @@ def broadcast_object(value: Any) -> Any:
     values = [value]
     dist.broadcast_object_list(values, src=0)
     return values[0]
-
-
-def barrier() -> None:
-    """Wait for all ranks; does nothing without a group."""
-    if world_size() > 1:
-        dist.barrier()
 
 
 def local_box(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:

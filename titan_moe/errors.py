@@ -20,6 +20,10 @@ class ConfigError(ValueError):
     """A configuration that cannot run. Raised before any process group exists."""
 
 
+class MatchedNothing(ConfigError):
+    """A plugin found nothing to change in a module; an error unless it finds something in another pipeline stage."""
+
+
 class DataError(ValueError):
     """A dataset or tokenizer that cannot be used: missing, empty, broken or too short."""
 

@@ -25,6 +25,10 @@ def main(argv: Sequence[str]) -> None:
         processes = process_count()
         if processes > 1:
             validate(config, processes)
+            # Here too, so that a refusal does not wait for the ranks to start.
+            from titan_moe.parallelize import check_run
+
+            check_run(config, processes)
         if mode := os.environ.get("COMM_MODE"):
             _dry_run(mode, config, processes)
             return

@@ -22,9 +22,6 @@ from titan_moe import distributed as dist
 from titan_moe.checkpoint import Checkpointer, load_weights, restore_rng, rng_tensors
 from titan_moe.config import (
     JobConfig,
-    model_overrides,
-    resolve_batch,
-    resolve_degrees,
     resolved_dtypes,
     resolved_seed,
     validate,
@@ -33,13 +30,12 @@ from titan_moe.data import build_loader, build_tokenizer
 from titan_moe.errors import ConfigError, TrainingError
 from titan_moe.hf import load_hf_weights, save_hf
 from titan_moe.hf.config import config_to_hf
-from titan_moe.models import config as model_config
 from titan_moe.models.loss import IGNORE
 from titan_moe.observe import MetricsLogger, Profiler, flops_per_token
 from titan_moe.optim import LossScaler, LRSchedule, build_optimizer, clip_grad_norm, set_lr
-from titan_moe.parallelize import Pipeline, Whole, build_meshes, build_model, check_layout, shard_sequence
+from titan_moe.parallelize import Pipeline, Whole, build_meshes, build_model, check_run, shard_sequence
 from titan_moe.parallelize.signature import check_signature, signature_of_config, signature_of_parameters
-from titan_moe.plugins import Plugin, PluginContext, chosen
+from titan_moe.plugins import Application, Plugin, PluginContext, chosen
 
 
 def train(config: JobConfig) -> None:
@@ -64,16 +60,13 @@ class Trainer:
         self.config = config
         self.seed = resolved_seed(config)
         self.dtype, self.compute_dtype = resolved_dtypes(config)
-        self.model_config = model_config(config.model.name, config.model.flavor, **model_overrides(config))
+        self.model_config, degrees, batch = check_run(config, dist.world_size())
         self.tokenizer = build_tokenizer(config.model.tokenizer)
         self._check_model()
-        degrees = resolve_degrees(config.parallelism, dist.world_size())
         place, _ = degrees.coordinates(dist.rank())
         dp_size = degrees.dp_replicate * degrees.dp_shard
         dp_rank = place["dp_replicate"] * degrees.dp_shard + place["dp_shard"]
-        batch = resolve_batch(config, dp_size)
         self.accumulation, self.samples_per_step = batch.passes, batch.total
-        check_layout(config, self.model_config, degrees, batch.local)
         # Of the ranks that see the same tokens, the first counts them, and one with the head reports their loss.
         self.counts_tokens = place["tp"] == 0 and place["pp"] == 0
         self.cp_rank, self.cp_size = place["cp"], degrees.cp
@@ -154,10 +147,10 @@ class Trainer:
 
     def _build(self, plugins: list[Plugin]) -> Whole | Pipeline:
         config = self.config
+        application = Application(plugins, PluginContext(config=config, device=self.device))
 
         def prepare(module: nn.Module) -> nn.Module:
-            for plugin in plugins:
-                module = plugin.apply(module, PluginContext(config=config, device=self.device))
+            module = application.apply(module)
             if config.compile.enable:
                 for layer in module.layers.values():
                     layer.compile()
@@ -177,6 +170,7 @@ class Trainer:
             seed=self.seed,
             prepare=prepare,
         )
+        application.finish()
         if meshes is not None:
             parameters = [item for module in runner.modules for item in module.named_parameters()]
             stage = meshes.dense["pp"].get_local_rank()

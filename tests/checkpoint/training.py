@@ -5,10 +5,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from titan_moe.config.job import Optimizer
+from titan_moe.config.job import Optimizer, Parallelism
 from titan_moe.distributed import rank, world_size
-from titan_moe.fsdp_ep import apply_fsdp, data_parallel_mesh
+from titan_moe.fsdp_ep import apply_fsdp
 from titan_moe.optim import build_optimizer, clip_grad_norm
+from titan_moe.parallelize import build_meshes
 
 
 class Block(nn.Module):
@@ -52,7 +53,7 @@ def start(seed=1, replicate=1, dtype=torch.float64):
     """A fresh model and optimizer; FSDP over all ranks when there is a group."""
     model = network(seed, dtype)
     if dist.is_initialized():
-        apply_fsdp(model, data_parallel_mesh("cpu", replicate))
+        apply_fsdp(model, build_meshes(Parallelism(data_parallel_replicate_degree=replicate)).dense_fsdp)
     return model, build_optimizer(model, Optimizer(lr=0.02))
 
 

@@ -7,8 +7,14 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from titan_moe.config.job import Parallelism
 from titan_moe.errors import ConfigError
-from titan_moe.fsdp_ep import apply_fsdp, data_parallel_mesh, find_blocks
+from titan_moe.fsdp_ep import apply_fsdp, find_blocks
+from titan_moe.parallelize import build_meshes
+
+
+def mesh_over(replicate=1):
+    return build_meshes(Parallelism(data_parallel_replicate_degree=replicate)).dense_fsdp
 
 
 class Gate(nn.Module):
@@ -86,7 +92,7 @@ def max_gradient_errors(replicate, rare_ranks=None, micro_batches=1, reshard=Tru
         loss = token_losses(oracle, ids[r::world], labels[r::world], uses_rare[r])
         (loss / valid).backward()
 
-    mesh = data_parallel_mesh("cpu", replicate)
+    mesh = mesh_over(replicate)
     net = apply_fsdp(make_net(), mesh, reshard_after_forward=reshard)
     for part in torch.arange(rank, len(ids), world).chunk(micro_batches):
         (token_losses(net, ids[part], labels[part], uses_rare[rank]) / valid).backward()
@@ -100,7 +106,7 @@ def max_gradient_errors(replicate, rare_ranks=None, micro_batches=1, reshard=Tru
 
 
 def fsdp_state():
-    net = apply_fsdp(make_net(), data_parallel_mesh("cpu", 2))
+    net = apply_fsdp(make_net(), mesh_over(2))
     groups = {}
     for name, module in net.named_modules():
         if isinstance(module, FSDPModule):
@@ -114,7 +120,7 @@ def router_in_fp32(compute_dtype):
     net = make_net(torch.bfloat16 if compute_dtype is None else torch.float32)
     for layer in net.body.layers.values():
         layer.gate.float()
-    apply_fsdp(net, data_parallel_mesh("cpu"), compute_dtype=compute_dtype, keep_precision=(Gate,))
+    apply_fsdp(net, mesh_over(), compute_dtype=compute_dtype, keep_precision=(Gate,))
     ids, labels = batch(2)
     logits = net(ids)
     token_losses(net, ids, labels).backward()
@@ -127,13 +133,7 @@ def mixed_module():
     net = make_net(torch.bfloat16)
     net.head.bias.data = net.head.bias.data.float()
     with pytest.raises(ConfigError, match=r"Linear holds parameters of torch.bfloat16, torch.float32"):
-        apply_fsdp(net, data_parallel_mesh("cpu"))
-
-
-def wrong_degrees():
-    for replicate, shard in ((3, -1), (1, 3), (0, 2), (2, 2)):
-        with pytest.raises(ConfigError, match="must equal the number of processes, 2"):
-            data_parallel_mesh("cpu", replicate, shard)
+        apply_fsdp(net, mesh_over())
 
 
 @pytest.mark.parametrize("ranks, replicate", [(1, 1), (2, 1), (4, 1), (4, 2), (2, 2)])
@@ -172,10 +172,6 @@ def test_mixed_precision_keeps_the_router_in_fp32_and_the_gradients_in_the_param
 
 def test_two_dtypes_in_one_module_are_refused(run_ranks):
     run_ranks(2, mixed_module)
-
-
-def test_degrees_must_multiply_to_the_world_size(run_ranks):
-    run_ranks(2, wrong_degrees)
 
 
 def test_blocks_are_the_elements_of_the_outermost_containers():

@@ -6,10 +6,12 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import distribute_tensor
 
-from titan_moe.fsdp_ep import apply_fsdp, data_parallel_mesh
+from titan_moe.config.job import Parallelism
+from titan_moe.fsdp_ep import apply_fsdp
 from titan_moe.models import build, token_losses
 from titan_moe.moe import Router
 from titan_moe.moe.balance import set_token_weight
+from titan_moe.parallelize import build_meshes
 
 SMALL = {"num_layers": 2, "vocab_size": 32, "z_loss_coef": 0.01}
 FAMILIES = {
@@ -46,7 +48,7 @@ def gradient_errors(family):
     # The aux loss of a micro-batch is not linear in its tokens: the oracle takes the same micro-batches.
     for part in range(world):
         step(oracle, slice(part, None, world))
-    mesh = data_parallel_mesh("cpu")
+    mesh = build_meshes(Parallelism()).dense_fsdp
     model = apply_fsdp(build(family, "debug", **SMALL, **FAMILIES[family]).double(), mesh, keep_precision=(Router,))
     step(model, slice(rank, None, world))
     errors = {}
@@ -62,7 +64,7 @@ def gradient_errors(family):
 
 def bf16_step(family):
     model = build(family, "debug", **SMALL, **FAMILIES[family]).bfloat16()
-    apply_fsdp(model, data_parallel_mesh("cpu"), keep_precision=(Router,))
+    apply_fsdp(model, build_meshes(Parallelism()).dense_fsdp, keep_precision=(Router,))
     step(model, slice(dist.get_rank(), None, dist.get_world_size()))
     routers = [module for module in model.modules() if isinstance(module, Router)]
     assert routers and all(isinstance(router, FSDPModule) for router in routers)

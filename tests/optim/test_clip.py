@@ -3,9 +3,9 @@
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-from titan_moe.distributed import make_mesh
 from titan_moe.optim import clip_grad_norm
 
 
@@ -26,8 +26,8 @@ def with_grad(value):
 
 def clip_over_meshes(max_norm):
     """One gradient per kind of placement: sharded unevenly, HSDP, 2-D, sharded with empty ranks, plain."""
-    one = make_mesh("cpu", (4,), ("fsdp",))
-    two = make_mesh("cpu", (2, 2), ("replicate", "shard"))
+    one = init_device_mesh("cpu", (4,))
+    two = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     values = gradients()
     layouts = [(one, [Shard(0)]), (two, [Replicate(), Shard(0)]), (two, [Shard(0), Shard(1)]), (one, [Shard(0)])]
     grads = [
@@ -41,7 +41,7 @@ def clip_over_meshes(max_norm):
 
 
 def partial_is_refused():
-    mesh = make_mesh("cpu", (2,), ("fsdp",))
+    mesh = init_device_mesh("cpu", (2,))
     parameter = with_grad(DTensor.from_local(torch.ones(2), mesh, [Partial()]))
     with pytest.raises(AssertionError, match="not reduced"):
         clip_grad_norm([parameter], 1.0)

@@ -53,7 +53,6 @@ def test_every_schedule_has_a_legal_setting(schedule):
         ({"vpp": 3, "schedule": "GPipe"}, "GPipe has one stage per rank.*InterleavedZeroBubble\\.$"),
         ({"schedule": "ZBVZeroBubble"}, "ZBVZeroBubble has two stages per rank. Set virtual_pipeline_degree = 2"),
         ({"schedule": "DualPipeV", "vpp": 3}, "DualPipeV has two stages per rank"),
-        ({"fsdp_reshard_after_forward": "always"}, "wrong gradients under pipeline parallelism. Set 'default' or"),
         ({"schedule": "InterleavedZeroBubble", "compiled": True}, "choose GPipe, 1F1B, LoopedBFS, Interleaved1F1B"),
         ({"pp": 9}, "9 x .* = 9 stages, but the model has only 8 parts to place.*Set both to a product of 8"),
         ({"pp": 3, "vpp": 4, "schedule": "LoopedBFS"}, "= 12 stages, .*Set virtual_pipeline_degree to at most 2"),
@@ -85,10 +84,6 @@ def test_a_split_backward_refuses_two_uses_of_the_embedding_in_one_stage(overrid
     apart = {"mL": "m|L", "mm": "m|m"}[layout[layout.index("m") :][:2]]
     layout = layout.replace("Ett|tt", "Etttt").replace("mL", apart).replace("mm", apart)
     check("ZBVZeroBubble", vpp=2, config=config, pipeline_parallel_layout=layout)
-
-
-def test_resharding_is_allowed_without_a_pipeline():
-    check(pp=1, fsdp_reshard_after_forward="always")
 
 
 def names(config, stage):

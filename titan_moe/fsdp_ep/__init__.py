@@ -1,5 +1,5 @@
 """Fully sharded data parallel for any module, with gradients that are sums over the ranks."""
 
-from titan_moe.fsdp_ep.apply import apply_fsdp, data_parallel_mesh, find_blocks, find_experts
+from titan_moe.fsdp_ep.apply import apply_fsdp, find_blocks, find_experts
 
-__all__ = ["apply_fsdp", "data_parallel_mesh", "find_blocks", "find_experts"]
+__all__ = ["apply_fsdp", "find_blocks", "find_experts"]

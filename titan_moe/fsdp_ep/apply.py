@@ -13,33 +13,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from titan_moe.distributed import make_mesh, world_size
 from titan_moe.errors import ConfigError
 from titan_moe.moe import Experts
-
-
-def data_parallel_mesh(device_type: str, replicate: int = 1, shard: int = -1) -> DeviceMesh:
-    """The mesh for ``apply_fsdp``: ``(fsdp,)``, or ``(dp_replicate, fsdp)`` when ``replicate`` > 1.
-
-    Args:
-        device_type: ``cpu`` or ``cuda``.
-        replicate: replicas of the sharded model.
-        shard: ranks that share one copy; -1: all that are left.
-
-    Raises:
-        ConfigError: when ``replicate * shard`` is not the world size.
-    """
-    world = world_size()
-    if shard == -1 and replicate >= 1:
-        shard = max(world // replicate, 1)
-    if replicate < 1 or shard < 1 or replicate * shard != world:
-        raise ConfigError(
-            f"data_parallel_replicate_degree {replicate} x data_parallel_shard_degree {shard} must equal the number "
-            f"of processes, {world}: choose degrees whose product is {world}, or -1 for the shard degree"
-        )
-    if replicate == 1:
-        return make_mesh(device_type, (shard,), ("fsdp",))
-    return make_mesh(device_type, (replicate, shard), ("dp_replicate", "fsdp"))
 
 
 def apply_fsdp(
@@ -66,7 +41,7 @@ def apply_fsdp(
     Args:
         model: any module; parameter names stay as they are. Parameters may be DTensors on other axes (``tp``; ``ep``
             and ``etp``): FSDP then cuts the part that those leave.
-        mesh: 1-D (FSDP) or 2-D (replicate, shard), as ``data_parallel_mesh`` gives.
+        mesh: 1-D (FSDP) or 2-D (replicate, shard).
         experts_mesh: the same for the experts' parameters; None: experts are like all others.
         experts: the modules whose parameters live on ``experts_mesh``; None: every ``titan_moe.moe.Experts``. Each
             must be called as a module, since its forward hooks gather.

@@ -23,7 +23,7 @@ _HOMES = {
     "Whole": "build",
     "build_meshes": "mesh",
     "build_model": "build",
-    "check_layout": "check",
+    "check_run": "check",
     "parallelize": "apply",
     "plan_for": "plans",
     "shard_sequence": "context",

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from titan_moe.config.degrees import reshard_after_forward
 from titan_moe.config.job import Parallelism
 from titan_moe.distributed import all_reduce_sum
 from titan_moe.models import ModelConfig, from_config, init_parameters, token_losses
@@ -110,7 +111,6 @@ def build_model(
                 modules = {0: from_config(model_config)}
     finally:
         torch.set_default_dtype(default)
-    reshard = parallelism.fsdp_reshard_after_forward != "never" and pp == 1
     for index, module in modules.items():
         module = prepare(module)
         if meshes is not None:
@@ -120,7 +120,7 @@ def build_model(
                 sequence_parallel=parallelism.enable_sequence_parallel,
                 cp_method=parallelism.context_parallel_method,
                 compute_dtype=compute_dtype,
-                reshard_after_forward=reshard,
+                reshard_after_forward=reshard_after_forward(parallelism),
             )
         module.to_empty(device=device)
         if seed is not None:

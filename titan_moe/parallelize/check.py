@@ -3,10 +3,13 @@
 from math import gcd
 from typing import Literal, get_args
 
-from titan_moe.config.degrees import Degrees, check_experts, divisors
+from titan_moe.config import model_overrides, resolve_batch
+from titan_moe.config.degrees import Degrees, check_experts, divisors, reshard_after_forward, resolve_degrees
 from titan_moe.config.job import JobConfig, Moe
+from titan_moe.config.validate import Batch
 from titan_moe.errors import ConfigError, nearest
 from titan_moe.models import ModelConfig
+from titan_moe.models import config as model_config_of
 from titan_moe.moe.config import MoEConfig
 from titan_moe.parallelize.stages import check_pipeline
 
@@ -36,6 +39,22 @@ def check_model(config: ModelConfig, degrees: Degrees) -> None:
     check_experts(moe.num_experts, degrees)
 
 
+def check_run(config: JobConfig, world_size: int) -> tuple[ModelConfig, Degrees, Batch]:
+    """What a run of ``world_size`` processes is made of, all of it checked; needs no process group.
+
+    Returns:
+        the model with the run's overrides, the sizes of all axes, and how the batch is cut.
+
+    Raises:
+        ConfigError: with the legal values.
+    """
+    degrees = resolve_degrees(config.parallelism, world_size)
+    batch = resolve_batch(config, degrees.dp_replicate * degrees.dp_shard)
+    model_config = model_config_of(config.model.name, config.model.flavor, **model_overrides(config))
+    check_layout(config, model_config, degrees, batch.local)
+    return model_config, degrees, batch
+
+
 def check_layout(config: JobConfig, model_config: ModelConfig, degrees: Degrees, local_batch: int) -> None:
     """Refuses a run whose model, sequence or batch does not fit its layout.
 
@@ -59,6 +78,7 @@ def check_layout(config: JobConfig, model_config: ModelConfig, degrees: Degrees,
             f"compile.enable = True with tensor_parallel_degree = {degrees.tp}: graphs with DTensors between them do "
             "not compile. Set compile.enable = False or tensor_parallel_degree = 1."
         )
+    reshard_after_forward(parallelism)
     _check_moe_keys(config.moe, model_config.moe)
     check_model(model_config, degrees)
     check_context(

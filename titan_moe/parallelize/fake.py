@@ -17,18 +17,17 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor, debug
 
-from titan_moe.config import JobConfig, model_overrides, resolve_batch, resolved_dtypes
-from titan_moe.config.degrees import Degrees, reshard_after_forward, resolve_degrees
+from titan_moe.config import JobConfig, resolve_batch, resolved_dtypes
+from titan_moe.config.degrees import Degrees, reshard_after_forward
 from titan_moe.distributed import is_distributed
 from titan_moe.errors import ConfigError
 from titan_moe.models import Decoder, ModelConfig, from_config, token_losses
-from titan_moe.models import config as model_config_of
 from titan_moe.moe import MoE
 from titan_moe.moe.balance import set_token_weight
 from titan_moe.moe.dispatch.alltoall import AllToAllDispatcher
 from titan_moe.moe.dispatch.base import GroupDispatcher
 from titan_moe.parallelize.apply import parallelize
-from titan_moe.parallelize.check import check_layout
+from titan_moe.parallelize.check import check_run
 from titan_moe.parallelize.layout import Stage
 from titan_moe.parallelize.mesh import Meshes, build_meshes
 from titan_moe.parallelize.pipeline import Pipeline
@@ -110,10 +109,7 @@ def fake_run(config: JobConfig, rank: int, world: int) -> FakeReport:
     if not 0 <= rank < world:
         raise ConfigError(f"RANK = {rank}: with NGPU = {world} processes ranks are 0 to {world - 1}.")
     start = perf_counter()
-    degrees = resolve_degrees(config.parallelism, world)
-    batch = resolve_batch(config, degrees.dp_replicate * degrees.dp_shard)
-    model_config = model_config_of(config.model.name, config.model.flavor, **model_overrides(config))
-    check_layout(config, model_config, degrees, batch.local)
+    model_config, degrees, batch = check_run(config, world)
     with _fake_world(rank, world):
         meshes = build_meshes(config.parallelism)
         stages = _stages(config, model_config, meshes)

@@ -22,6 +22,7 @@ from titan_moe.errors import TrainingError
 from titan_moe.models import Decoder, Losses, ModelConfig, token_losses
 from titan_moe.models.base import tokens_ahead
 from titan_moe.moe.balance import balances, finish_step, set_token_weight
+from titan_moe.moe.dispatch.wire import all_gather
 from titan_moe.parallelize.crossing import to_dtensor, to_local
 from titan_moe.parallelize.layout import rank_of_stage
 from titan_moe.parallelize.mesh import Meshes
@@ -265,8 +266,7 @@ class Pipeline:
                 scalars = [report[key].double()[:, None] for key in _SCALARS]
                 mine[filled : filled + count] = torch.cat((report["counts_LE"].double(), *scalars), dim=1)
             filled += count
-        everyones = mine.new_empty(self.pp * rows, mine.shape[1])
-        dist.all_gather_into_tensor(everyones, mine, group=self.group)
+        everyones = all_gather(mine, rows, self.group)
         place = {name: rank * rows + row for rank, names in enumerate(per_rank) for row, name in enumerate(names)}
         ordered = [name for names in names_of for name in names]
         packed = everyones[[place[name] for name in ordered]]

@@ -79,11 +79,6 @@ def check_pipeline(
         raise ConfigError(
             f"virtual_pipeline_degree = {vpp}: {schedule} has two stages per rank. Set virtual_pipeline_degree = 2."
         )
-    if parallelism.fsdp_reshard_after_forward == "always" and pp > 1:
-        raise ConfigError(
-            "fsdp_reshard_after_forward = 'always' gives wrong gradients under pipeline parallelism. "
-            "Set 'default' or 'never'."
-        )
     if compiled and schedule in SPLIT_BACKWARD:
         legal = ", ".join(name for name in SCHEDULES if name not in SPLIT_BACKWARD)
         raise ConfigError(

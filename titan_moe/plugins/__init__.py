@@ -1,10 +1,12 @@
 """Plugins: small objects that change any module, found by name and applied in an explicit order.
 
 A plugin has ``name``, ``validate(config)`` (raises :class:`~titan_moe.errors.ConfigError` before any process
-group exists) and ``apply(model, context) -> model``, which must raise when it matched nothing: a plugin that
-silently does nothing is a fault.
+group exists) and ``apply(model, context) -> model``, which must raise
+:class:`~titan_moe.errors.MatchedNothing` when it found nothing to change: a plugin that silently does nothing is a
+fault. Under pipeline parallelism it is one when no stage has anything for it.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -12,7 +14,8 @@ import torch
 from torch import nn
 
 from titan_moe.config.job import JobConfig
-from titan_moe.errors import ConfigError, nearest
+from titan_moe.distributed import gather_objects
+from titan_moe.errors import ConfigError, MatchedNothing, nearest
 
 
 @dataclass
@@ -69,3 +72,35 @@ def chosen(config: JobConfig) -> list[Plugin]:
     for plugin in plugins:
         plugin.validate(config)
     return plugins
+
+
+class Application:
+    """Chosen plugins, applied to one part of a model after another."""
+
+    def __init__(self, plugins: Sequence[Plugin], context: PluginContext) -> None:
+        self._plugins, self._context = plugins, context
+        self._matched: set[str] = set()
+        self._idle: dict[str, MatchedNothing] = {}
+
+    def apply(self, module: nn.Module) -> nn.Module:
+        """``module`` after all plugins, in their order."""
+        for plugin in self._plugins:
+            try:
+                module = plugin.apply(module, self._context)
+            except MatchedNothing as error:
+                # Other stages may have what it looks for, on other ranks: finish decides.
+                self._idle[plugin.name] = error
+            else:
+                self._matched.add(plugin.name)
+        return module
+
+    def finish(self) -> None:
+        """To be called on every rank once all parts are done.
+
+        Raises:
+            MatchedNothing: a plugin changed no part of the model, on any rank.
+        """
+        matched = set().union(*gather_objects(self._matched))
+        for name, error in self._idle.items():
+            if name not in matched:
+                raise error

@@ -6,7 +6,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from titan_moe.config.job import JobConfig
-from titan_moe.errors import ConfigError
+from titan_moe.errors import MatchedNothing
 from titan_moe.plugins import PluginContext
 
 
@@ -38,11 +38,11 @@ class Recompute:
         """Wrap the layers in place.
 
         Raises:
-            ConfigError: the model has no container of layers.
+            MatchedNothing: the model has no container of layers.
         """
         if recompute_layers(model) == 0:
-            raise ConfigError(
-                "plugin 'recompute' matched nothing: the model has no ModuleList or ModuleDict of layers."
+            raise MatchedNothing(
+                "plugin 'recompute' matched nothing in any stage: the model has no ModuleList or ModuleDict of layers."
             )
         return model
 
