@@ -101,9 +101,16 @@ def _generate(argv: list[str]) -> None:
     generate(argv)
 
 
+def _inspect(argv: list[str]) -> None:
+    from titan_moe.checkpoint.inspection import main as inspect
+
+    inspect(argv)
+
+
 COMMANDS = {
     "train": (_train, "train a model; options as for run_train.sh (--help lists them), NGPU=n sets the processes"),
     "generate": (_generate, "continue a text with a trained model: --checkpoint FOLDER --prompt TEXT"),
+    "inspect": (_inspect, "show a checkpoint, verify it, compare it: inspect DIR [--diff OTHER]"),
     "report": (_report, "draw a run as one HTML file: report OUTPUT_DIR"),
     "tokenizer": (_tokenizer, "make a tokenizer.json from a dataset: tokenizer train --output FOLDER"),
     "config": (_config, "print the resolved configuration as TOML: config FILE [--section.key value …]"),

@@ -9,6 +9,8 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.tensor import DTensor
 
+_PATIENT = "patient"
+
 
 def is_distributed() -> bool:
     """Whether a process group exists."""
@@ -64,10 +66,24 @@ def all_groups() -> list[dist.ProcessGroup]:
 
 
 def set_timeout(seconds: float) -> None:
-    """Set the timeout of every existing group. Call it again after creating one; does nothing without a group."""
+    """Set the timeout of every existing group but ``patient_group``'s. Call it again after creating one.
+
+    Does nothing without a group.
+    """
     if is_distributed() and dist.get_backend() != "fake":
         for group in all_groups():
-            distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
+            if group.group_desc != _PATIENT:
+                distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
+
+
+def patient_group(seconds: float) -> dist.ProcessGroup | None:
+    """A gloo group of the whole world, for work beside the training; its timeout stays ``seconds``.
+
+    All ranks call it at the same point. None in a world of one.
+    """
+    if world_size() == 1:
+        return None
+    return dist.new_group(backend="gloo", timeout=timedelta(seconds=seconds), group_desc=_PATIENT)
 
 
 def all_reduce_sum(tensor: torch.Tensor) -> torch.Tensor:
@@ -84,21 +100,21 @@ def all_reduce_max(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def gather_objects(value: Any) -> list[Any]:
-    """The picklable ``value`` of every rank, in rank order, on every rank."""
+def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """The picklable ``value`` of every rank, in rank order, on every rank; ``group`` is one of the whole world."""
     if world_size() == 1:
         return [value]
     values: list[Any] = [None] * world_size()
-    dist.all_gather_object(values, value)
+    dist.all_gather_object(values, value, group=group)
     return values
 
 
-def broadcast_object(value: Any) -> Any:
-    """Rank 0's picklable ``value``, on every rank."""
+def broadcast_object(value: Any, group: dist.ProcessGroup | None = None) -> Any:
+    """Rank 0's picklable ``value``, on every rank; ``group`` is one of the whole world."""
     if world_size() == 1:
         return value
     values = [value]
-    dist.broadcast_object_list(values, src=0)
+    dist.broadcast_object_list(values, src=0, group=group)
     return values[0]
 
 

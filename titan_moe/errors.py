@@ -4,8 +4,10 @@ Every class is a ``ValueError``: library users catch it as one, the command line
 traceback and exits with code 2 (configuration) or 1 (anything found later).
 """
 
+import ctypes
 import os
 import re
+import signal
 import sys
 import traceback
 from collections.abc import Iterable, Iterator
@@ -73,6 +75,13 @@ def reported(show_traceback: bool = False) -> Iterator[None]:
             traceback.print_exc()
         print_error(describe(error))
         raise SystemExit(exit_code(error)) from None
+
+
+def end_with_parent() -> None:
+    """Have this process killed when its parent dies, however that happens (Linux)."""
+    if sys.platform == "linux":
+        set_parent_death_signal = 1
+        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
 
 
 def exit_code(error: Exception) -> int:

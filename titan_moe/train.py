@@ -1,9 +1,7 @@
 """Entry point of one training process: ``python -m titan_moe.train``, as ``torchrun`` starts it."""
 
-import ctypes
 import json
 import os
-import signal
 import sys
 import time
 import traceback
@@ -11,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from titan_moe.config import load_config, to_toml
-from titan_moe.errors import describe, exit_code, reported
+from titan_moe.errors import describe, end_with_parent, exit_code, reported
 
 LAUNCHED = "TITAN_MOE_LAUNCHED"
 """Set in the environment of ranks that ``titan-moe train`` started and whose errors it prints."""
@@ -21,7 +19,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Trains as the command line says; ends the process with exit code 1 or 2 on an error."""
     arguments = sys.argv[1:] if argv is None else argv
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        _end_with_launcher()
+        # A launcher killed outright must not leave ranks behind that go on writing into the run's folder.
+        end_with_parent()
     with reported("--debug.traceback" in arguments):
         config = load_config(arguments)
         if config.job.print_config and os.environ.get("RANK", "0") == "0":
@@ -30,13 +29,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         from titan_moe.trainer import train
 
         train(config)
-
-
-def _end_with_launcher() -> None:
-    """A launcher killed outright must not leave ranks behind that go on writing into the run's folder."""
-    if sys.platform == "linux":
-        set_parent_death_signal = 1
-        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
 
 
 @contextmanager

@@ -6,6 +6,7 @@ every reduction is a sum, and accumulation, data parallelism and padding change 
 
 import fcntl
 import gc
+import logging
 import math
 import os
 import signal
@@ -22,12 +23,13 @@ from titan_moe import distributed as dist
 from titan_moe.checkpoint import Checkpointer, load_weights, restore_rng, rng_tensors
 from titan_moe.config import (
     JobConfig,
+    left_out_of_loading,
     resolved_dtypes,
     resolved_seed,
     validate,
 )
 from titan_moe.data import build_loader, build_tokenizer
-from titan_moe.errors import ConfigError, TrainingError
+from titan_moe.errors import CheckpointError, ConfigError, TrainingError
 from titan_moe.hf import load_hf_weights, save_hf
 from titan_moe.hf.config import config_to_hf
 from titan_moe.models.loss import IGNORE
@@ -36,6 +38,8 @@ from titan_moe.optim import LossScaler, LRSchedule, build_optimizer, clip_grad_n
 from titan_moe.parallelize import Pipeline, Whole, build_meshes, build_model, check_run, shard_sequence
 from titan_moe.parallelize.signature import check_signature, signature_of_config, signature_of_parameters
 from titan_moe.plugins import Application, Plugin, PluginContext, chosen
+
+_LONG_WAIT_SECONDS = 1.0
 
 
 def train(config: JobConfig) -> None:
@@ -97,12 +101,21 @@ class Trainer:
         self.checkpointer = None
         if config.checkpoint.enable:
             folder = Path(config.job.dump_folder) / config.checkpoint.folder
-            self.checkpointer = Checkpointer(folder, config.checkpoint.keep_latest_k)
+            mode = config.checkpoint.async_mode
+            self.checkpointer = Checkpointer(
+                folder,
+                config.checkpoint.keep_latest_k,
+                async_mode="process" if mode == "async_with_pinned_mem" else mode,
+                timeout_seconds=config.checkpoint.timeout_seconds,
+            )
         self.step_done = 0
+        # Steps that the learning rate is ahead of the others, when only one of both was resumed.
+        self.lr_ahead = 0
         self.warmed_up = False
         self.skipped_in_row = 0
         # Asked of this rank, and agreed by all: ranks may get a signal at different moments.
         self.stop_asked = self.stop_signal = 0
+        self.save_failed = False
         self.tokens = 0
         self._load()
         self.logger = MetricsLogger(
@@ -182,31 +195,65 @@ class Trainer:
         config = self.config.checkpoint
         if self.checkpointer is None:
             return
-        loaded = self.checkpointer.load(self.model, self.optimizer, config.load_step)
+        anew, patterns = left_out_of_loading(self.config)
+        optimizer = None if "optimizer" in anew else self.optimizer
+        loaded = self.checkpointer.load(self.model, optimizer, config.load_step, exclude=patterns)
         if loaded is not None:
-            self.step_done, self.tokens = loaded.step, loaded.extra["tokens"]
-            self.loader.load_state_dict(loaded.extra["loader"])
-            self.scaler.load_state_dict(loaded.extra["scaler"])
-            restore_rng(loaded.rank_tensors)
+            extra = loaded.extra
+            if "train_state" not in anew:
+                self.step_done, self.tokens = loaded.step, extra["tokens"]
+                self.scaler.load_state_dict(extra["scaler"])
+            self.lr_ahead = (0 if "lr_scheduler" in anew else extra["lr_step"]) - self.step_done
+            if "dataloader" not in anew:
+                self.loader.load_state_dict(extra["loader"])
+            if "rng" not in anew:
+                restore_rng(loaded.rank_tensors)
         elif config.initial_load_path and config.initial_load_in_hf:
             load_hf_weights(self.model, config.initial_load_path)
         elif config.initial_load_path:
             load_weights(self.model, config.initial_load_path)
 
     def save(self) -> None:
-        """Write a checkpoint of the last finished step."""
-        self.checkpointer.save(
-            self.step_done,
-            self.model,
-            self.optimizer,
-            extra={
-                "tokens": self.tokens,
-                "loader": self.loader.state_dict(),
-                "scaler": self.scaler.state_dict(),
-                "config": asdict(self.config),
-            },
-            rank_tensors=rng_tensors(),
-        )
+        """Write a checkpoint of the last finished step, or begin to, once the one before is written.
+
+        Raises:
+            CheckpointError: one of them could not be written, and ``checkpoint.strict``.
+        """
+        self.settle()
+        try:
+            self.checkpointer.save(
+                self.step_done,
+                self.model,
+                self.optimizer,
+                extra={
+                    "tokens": self.tokens,
+                    "lr_step": self.step_done + self.lr_ahead,
+                    "loader": self.loader.state_dict(),
+                    "scaler": self.scaler.state_dict(),
+                    "config": asdict(self.config),
+                },
+                rank_tensors=rng_tensors(),
+            )
+        except CheckpointError as error:
+            self._lost(error)
+
+    def settle(self) -> None:
+        """Wait for the checkpoint that is being written, if any. Raises as ``save`` does."""
+        start = time.perf_counter()
+        try:
+            self.checkpointer.wait()
+        except CheckpointError as error:
+            self._lost(error)
+        waited = time.perf_counter() - start
+        if waited > _LONG_WAIT_SECONDS:
+            self.logger.message(f"waited {waited:.1f} s until a checkpoint was written")
+
+    def _lost(self, error: CheckpointError) -> None:
+        newest = self.checkpointer.latest()
+        kept = "there is no complete checkpoint" if newest is None else f"the newest complete one is step {newest}"
+        if self.config.checkpoint.strict:
+            raise CheckpointError(f"{error}; {kept}") from error
+        self.logger.message(f"{error}; {kept}; training goes on")
 
     def run(self) -> None:
         """Train until ``training.steps``, a signal or an error."""
@@ -232,6 +279,8 @@ class Trainer:
     def _after_step(self) -> None:
         config, step = self.config, self.step_done
         last = step == config.training.steps
+        if self.save_failed:
+            self.settle()
         if step % config.training.gc_freq == 0:
             gc.collect(1)
         if self.val_loader is not None and (last or step % config.validation.freq == 0):
@@ -241,6 +290,8 @@ class Trainer:
 
     def _finish(self) -> None:
         folder = self.config.job.dump_folder
+        if self.checkpointer is not None:
+            self.settle()
         if self.stop_signal:
             saved = "its checkpoint is saved" if self.checkpointer else "checkpoint.enable is off, so nothing is saved"
             name = signal.Signals(self.stop_signal).name
@@ -278,8 +329,8 @@ class Trainer:
         n_valid = dist.all_reduce_sum(valid * self.counts_tokens)
         # Auxiliary losses carry the same factor as the main loss.
         weight = self.scaler.scale / n_valid.clamp(min=1).double()
-        # Main and MTP loss, and whether this rank is asked to stop.
-        sums = torch.zeros(3, dtype=torch.float64, device=self.device)
+        # Main and MTP loss, whether this rank is asked to stop, and whether it failed to write a checkpoint.
+        sums = torch.zeros(4, dtype=torch.float64, device=self.device)
         for i, batch in enumerate(micro):
             sums[:2] += self.runner.train_step(batch, weight, last=i == len(micro) - 1)
         self.scaler.unscale(self.model.parameters())
@@ -292,16 +343,18 @@ class Trainer:
         own_loss = sums[0].clone()
         sums *= self.reports_loss
         sums[2] = float(self.stop_asked)
+        sums[3] = float(self.checkpointer is not None and self.checkpointer.failed)
         # The one place where the host waits for the device.
-        main_sum, mtp_sum, stop, norm, tokens = torch.stack(
+        main_sum, mtp_sum, stop, save_failed, norm, tokens = torch.stack(
             [*dist.all_reduce_sum(sums), grad_norm.double(), n_valid.double()]
         ).tolist()
         loss, mtp_loss = main_sum / max(tokens, 1), mtp_sum / max(tokens, 1)
+        self.save_failed = bool(save_failed)
         if stop:
             self.stop_signal = self.stop_asked or signal.SIGTERM
 
         self.tokens += self.samples_per_step * self.config.training.seq_len
-        lr, scale = self.schedule.lr_at(self.step_done + 1), self.scaler.scale
+        lr, scale = self.schedule.lr_at(self.step_done + 1 + self.lr_ahead), self.scaler.scale
         finite = math.isfinite(loss) and math.isfinite(norm)
         if finite:
             self.skipped_in_row = 0
@@ -377,7 +430,13 @@ class Trainer:
         )
 
     def close(self) -> None:
-        """Leave the process group that this trainer made."""
+        """Finish the checkpoint that is being written, and leave the process group that this trainer made."""
+        if self.checkpointer is not None:
+            try:
+                self.checkpointer.close()
+            except CheckpointError as error:
+                # What ended the run comes first; this only comes on top.
+                logging.getLogger(__name__).warning("%s", error)
         if self.owns_group:
             dist.destroy()
         if self.lock is not None:

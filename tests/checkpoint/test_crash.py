@@ -18,6 +18,7 @@ from training import differences, full_state, network, start
 
 from titan_moe.checkpoint import Checkpointer
 from titan_moe.checkpoint.files import read_manifest
+from titan_moe.checkpoint.inspection import main as inspect
 from titan_moe.distributed import gather_objects
 from titan_moe.errors import CheckpointError
 
@@ -62,7 +63,7 @@ def kill_repeatedly(folder, kills, world=1):
 
 
 def test_killed_while_saving_the_newest_complete_checkpoint_loads(tmp_path):
-    kill_repeatedly(tmp_path, 10)
+    kill_repeatedly(tmp_path, 4)
 
 
 @pytest.mark.slow
@@ -103,21 +104,40 @@ def test_a_damaged_file_is_named_and_the_newest_complete_checkpoint_loads_instea
     assert checkpointer.latest() == (3 if damage is flip and name != "manifest.json" else 2)
 
 
-def test_every_flipped_byte_is_noticed(tmp_path):
+def test_two_hundred_flipped_bits_are_noticed_and_named(tmp_path, capsys):
     folder = Checkpointer(tmp_path).save(1, network())
     chance = random.Random(1)
     model = network(seed=2)
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    for path in sorted(folder.iterdir()):
+    paths = sorted(folder.iterdir())
+    assert [path.name for path in paths] == [".metadata", "__0_0.distcp", "manifest.json", "state.json"]
+    for number in range(200):
+        path = paths[number % 4]
         original = path.read_bytes()
-        for position in [0, len(original) - 1, *(chance.randrange(len(original)) for _ in range(10))]:
-            content = bytearray(original)
-            content[position] ^= 1 << chance.randrange(8)
-            path.write_bytes(content)
-            with pytest.raises(CheckpointError, match=path.name):
-                Checkpointer(tmp_path, read_only=True).load(model)
+        content, ends = bytearray(original), [0, len(original) - 1]
+        position = ends[number // 4] if number < 8 else chance.randrange(len(original))
+        content[position] ^= 1 << chance.randrange(8)
+        path.write_bytes(content)
+        with pytest.raises(CheckpointError, match=path.name):
+            Checkpointer(tmp_path, read_only=True).load(model)
+        noticed_by_inspect(folder, path, capsys)
+        path.write_bytes(original)
+    for path in paths:
+        original = path.read_bytes()
+        path.write_bytes(original[: len(original) // 2])
+        with pytest.raises(CheckpointError, match=path.name):
+            Checkpointer(tmp_path, read_only=True).load(model, step=1)
+        noticed_by_inspect(folder, path, capsys)
         path.write_bytes(original)
     assert not differences(before, dict(model.state_dict()))
+    inspect([str(folder)])
+
+
+def noticed_by_inspect(folder, path, capsys):
+    with pytest.raises((SystemExit, CheckpointError)) as end:
+        inspect([str(folder)])
+    said = capsys.readouterr().out if isinstance(end.value, SystemExit) else str(end.value)
+    assert path.name in said and getattr(end.value, "code", 1) == 1
 
 
 def test_all_damaged_is_an_error_and_not_a_fresh_start(tmp_path):

@@ -1,6 +1,8 @@
 """Exact resumption, and the same full tensors on another number of processes."""
 
 import json
+from collections import Counter
+from typing import ClassVar
 
 import pytest
 import torch
@@ -9,7 +11,7 @@ from torch import nn
 from torch.distributed.checkpoint import FileSystemReader
 from training import differences, full_state, start, train
 
-from titan_moe.checkpoint import Checkpointer, restore_rng, rng_tensors
+from titan_moe.checkpoint import Checkpointer, restore_rng, rng_tensors, tensors
 
 
 def uninterrupted(steps):
@@ -153,3 +155,59 @@ def test_shared_parameters_are_saved_once_and_transient_buffers_never(tmp_path):
     assert "model.embed.weight" in names and not names & {"model.head.weight", "model.positions"}
     assert "model.layers.1.expert_bias" in names
     assert json.loads((folder / "state.json").read_text())["step"] == 1
+
+
+class Counted:
+    """A file that adds what is read of it to ``total``."""
+
+    total: ClassVar[Counter] = Counter()
+
+    def __init__(self, path, mode):
+        self.file, self.name = open(path, mode), path.name
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.file.close()
+
+    def seek(self, offset):
+        self.file.seek(offset)
+
+    def read(self, size):
+        data = self.file.read(size)
+        self.total[self.name] += len(data)
+        return data
+
+
+def count_what_is_read(folder, replicate):
+    model, optimizer = start(seed=99, replicate=replicate)
+    Counted.total = Counter()
+    tensors.open = Counted
+    try:
+        Checkpointer(folder, read_only=True).load(model, optimizer)
+    finally:
+        del tensors.open
+    return Counted.total
+
+
+def test_in_the_layout_that_saved_each_byte_is_read_once(run_ranks, tmp_path):
+    run_ranks(2, train_and_save, str(tmp_path), 2)
+    sizes = {path.name: path.stat().st_size for path in (tmp_path / "step-2").glob("*.distcp")}
+    assert len(sizes) == 2
+    replicated = 0
+    for rank, read in enumerate(run_ranks(2, count_what_is_read, str(tmp_path), 1)):
+        own = f"__{rank}_0.distcp"
+        assert read.pop(own) == sizes[own]
+        replicated += read.total()
+    # Of the other's file only what both hold whole: buffers, step counts and what is too small to cut.
+    index = FileSystemReader(tmp_path / "step-2").read_metadata()
+    whole = [name for name, entry in index.state_dict_metadata.items() if len(entry.chunks) == 1]
+    places = [place.length for key, place in index.storage_data.items() if key.fqn in whole and "rank." not in key.fqn]
+    assert 0 < replicated == sum(places)
+
+
+def test_one_process_reads_each_byte_of_what_two_saved_once(run_ranks, tmp_path):
+    run_ranks(2, train_and_save, str(tmp_path), 2)
+    (read,) = run_ranks(1, count_what_is_read, str(tmp_path), 1)
+    assert read == {path.name: path.stat().st_size for path in (tmp_path / "step-2").glob("*.distcp")}

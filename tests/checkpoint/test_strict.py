@@ -7,8 +7,8 @@ import shutil
 import pytest
 import torch
 from torch import nn
-from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, BytesStorageMetadata
-from training import differences, start, train
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, BytesStorageMetadata, ChunkStorageMetadata
+from training import differences, full_state, start, train
 
 from titan_moe.checkpoint import Checkpointer, rng_tensors
 from titan_moe.checkpoint.files import Manifest, checksum, read_manifest, write_manifest
@@ -127,6 +127,38 @@ def oversized(metadata):
     metadata.state_dict_metadata["rank.0.rng_cpu"].size = torch.Size([2**50])
 
 
+def overlapping(metadata):
+    chunks = metadata.state_dict_metadata["model.embed.weight"].chunks
+    (whole,) = chunks
+    # Twice the first half: as many values as there are, but half of them nowhere.
+    rows = whole.sizes[0] // 2
+    halves = [ChunkStorageMetadata(torch.Size([0, 0]), torch.Size([rows, 6])) for _ in range(2)]
+    metadata.state_dict_metadata["model.embed.weight"].size = torch.Size([2 * rows, 6])
+    chunks[:] = halves
+
+
+def of_another_rank(metadata):
+    entry = metadata.state_dict_metadata["model.embed.weight"]
+    entry.chunks[0].offsets = torch.Size([0])
+
+
+def negative_offset(metadata):
+    next(iter(metadata.storage_data.values())).offset = -8
+
+
+def negative_shape(metadata):
+    metadata.state_dict_metadata["model.embed.weight"].size = torch.Size([-7, -6])
+
+
+def in_the_same_bytes(metadata):
+    places = list(metadata.storage_data.values())
+    places[1].offset = places[0].offset + 1
+
+
+def transformed(metadata):
+    next(iter(metadata.storage_data.values())).transform_descriptors = ["zstd"]
+
+
 def not_stored(metadata):
     metadata.storage_data.clear()
 
@@ -146,6 +178,12 @@ def bytes_item(metadata):
         (beyond_the_file, r"outside the checkpoint's files"),
         (missing_chunk, r"the chunks of model\.embed\.weight have 0 values instead of 42"),
         (outside_the_tensor, r"a chunk of model\.embed\.weight lies outside its shape \[7, 6\]"),
+        (overlapping, r"chunks of model\.embed\.weight overlap"),
+        (of_another_rank, r"\.metadata is damaged: ValueError"),
+        (negative_offset, r"outside the checkpoint's files"),
+        (negative_shape, r"model\.embed\.weight of shape \[-7, -6\] is larger than all files"),
+        (in_the_same_bytes, r"are said to lie in the same bytes of __0_0\.distcp"),
+        (transformed, r"is said to be stored transformed"),
         (oversized, r"rank\.0\.rng_cpu of shape \[1125899906842624\] is larger than all files"),
         (not_stored, r"is in no file"),
         (bytes_item, r"asks for .*BytesStorageMetadata"),
@@ -172,21 +210,33 @@ def test_an_index_that_names_enum_members_by_getattr_loads(tmp_path, monkeypatch
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
 
 
-def test_a_hostile_tensor_is_refused_and_nothing_of_it_runs(saved, monkeypatch):
-    monkeypatch.chdir(saved)
+def replace_tensor(value):
+    """``model.unused`` stored as something else."""
 
-    def replace_tensor(folder):
+    def apply(folder):
         metadata = pickle.loads((folder / ".metadata").read_bytes())
         place = next(place for index, place in metadata.storage_data.items() if index.fqn == "model.unused")
-        torch.save(Bomb(), folder / "bad.distcp")
+        torch.save(value, folder / "bad.distcp")
         place.relative_path, place.offset = "bad.distcp", 0
         place.length = (folder / "bad.distcp").stat().st_size
         (folder / ".metadata").write_bytes(pickle.dumps(metadata))
 
-    forge(saved, replace_tensor)
-    model, optimizer = start(seed=2)
-    with pytest.raises(CheckpointError, match=r"reading .*step-1 failed"):
-        Checkpointer(saved, read_only=True).load(model, optimizer)
+    return apply
+
+
+@pytest.mark.parametrize(
+    "value, match",
+    [
+        (Bomb(), r"model\.unused in .*bad\.distcp is not a stored tensor: UnpicklingError"),
+        (torch.zeros(2), r"model\.unused in .*bad\.distcp is not what the index says: \[2\], torch\.float64"),
+        (torch.zeros(3, dtype=torch.float64), r"is not what the index says"),
+        ([1.0, 2.0], r"is not what the index says"),
+    ],
+)
+def test_a_hostile_tensor_is_refused_and_nothing_of_it_runs(saved, monkeypatch, value, match):
+    monkeypatch.chdir(saved)
+    forge(saved, replace_tensor(value))
+    refused(saved, *start(seed=2), match)
     assert not (saved / "bomb").exists()
 
 
@@ -201,6 +251,28 @@ def test_a_manifest_that_names_a_path_is_refused(saved):
 def test_a_state_file_of_another_kind_is_refused(saved):
     forge(saved, lambda folder: (folder / "state.json").write_text("[1]"))
     refused(saved, *start(seed=2), "is not a checkpoint's state")
+
+
+def test_what_is_excluded_keeps_its_values_and_need_not_fit(saved):
+    model, optimizer = start(seed=2)
+    train(model, optimizer, [1])
+    model.unused = nn.Parameter(torch.full((3,), 5.0))
+    before = full_state(model, optimizer)
+    Checkpointer(saved).load(model, optimizer, exclude=["model.unused", "model.layers.0.*"])
+    want, want_optimizer = start(seed=7)
+    Checkpointer(saved).load(want, want_optimizer)
+    loaded, now = full_state(want, want_optimizer), full_state(model, optimizer)
+    left = {name for name in now if name.startswith(("unused", "layers.0."))}
+    assert {"layers.0.w1", "layers.0.w1|exp_avg", "layers.0.expert_bias", "unused"} <= left
+    assert not differences({name: now[name] for name in left}, {name: before[name] for name in left})
+    rest = now.keys() - left
+    assert not differences({name: now[name] for name in rest}, {name: loaded[name] for name in rest})
+
+
+def test_excluding_what_is_not_there_is_an_error(saved):
+    model, _ = start(seed=2)
+    with pytest.raises(CheckpointError, match=r"exclude 'model\.lm_head\*' matches no tensor"):
+        Checkpointer(saved).load(model, exclude=["model.lm_head*"])
 
 
 def test_nothing_in_a_checkpoint_names_the_folder_it_was_written_to(saved):

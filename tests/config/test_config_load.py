@@ -250,7 +250,7 @@ def test_every_key_is_read_by_some_code():
     # Read in validate.py alone, by helpers that the trainer calls.
     helpers = {"parallelism.data_parallel_replicate_degree", "parallelism.data_parallel_shard_degree", "model.override"}
     helpers |= {"training.global_batch_size", "training.local_batch_size", "debug.seed"}
-    helpers |= {"training.mixed_precision_param"}
+    helpers |= {"training.mixed_precision_param", "checkpoint.load_only", "checkpoint.exclude_from_loading"}
     assert set(unread) <= helpers
 
 

@@ -3,32 +3,35 @@
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import torch.distributed as dist
+
 from titan_moe.distributed import broadcast_object, gather_objects, rank
 from titan_moe.errors import CheckpointError
 
 Result = TypeVar("Result")
 
 
-def on_all_ranks(action: str, function: Callable[[], Result]) -> list[Result]:
+def on_all_ranks(action: str, function: Callable[[], Result], group: dist.ProcessGroup | None = None) -> list[Result]:
     """Call ``function`` on every rank; its results in rank order.
 
     Args:
         action: what is being done to what, the head of the error message.
         function: must not communicate.
+        group: of all ranks, to agree over; None: the world's own.
 
     Raises:
         CheckpointError: on every rank, when it failed on any; a rank with a bug raises its own exception.
     """
     result, failure = _attempt(function)
-    outcomes = gather_objects((result, None if failure is None else _describe(failure)))
+    outcomes = gather_objects((result, None if failure is None else _describe(failure)), group)
     _raise_together(action, failure, {r: text for r, (_, text) in enumerate(outcomes) if text is not None})
     return [result for result, _ in outcomes]
 
 
-def on_rank_0(action: str, function: Callable[[], Result]) -> Result:
+def on_rank_0(action: str, function: Callable[[], Result], group: dist.ProcessGroup | None = None) -> Result:
     """Call ``function`` on rank 0 only; its result on every rank. Raises as ``on_all_ranks`` does."""
     result, failure = _attempt(function) if rank() == 0 else (None, None)
-    result, text = broadcast_object((result, None if failure is None else _describe(failure)))
+    result, text = broadcast_object((result, None if failure is None else _describe(failure)), group)
     _raise_together(action, failure, {} if text is None else {0: text})
     return result
 

@@ -10,6 +10,7 @@ import re
 import shutil
 import tempfile
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,11 @@ STATE = "state.json"
 _FORMAT = 1
 _STEP_FOLDER = re.compile(r"step-(\d+)")
 _LEFTOVER = re.compile(r"step-(\d+)\.(tmp|old)-.*")
-_CHUNK_BYTES = 1 << 24
+CHUNK_BYTES = 1 << 24
+
+
+class Damaged(CheckpointError):
+    """A file of a checkpoint that is not what it was written as."""
 
 
 @dataclass(frozen=True)
@@ -37,13 +42,14 @@ class Manifest:
     files: dict[str, tuple[int, int]]
 
 
-def checksum(path: Path) -> tuple[int, int]:
-    """Size in bytes and CRC-32 of a file, read in chunks."""
+def checksum(path: Path, advance: Callable[[int], None] = lambda _: None) -> tuple[int, int]:
+    """Size in bytes and CRC-32 of a file, read in chunks; ``advance`` is told of each chunk's bytes."""
     size = crc = 0
     with path.open("rb") as file:
-        while chunk := file.read(_CHUNK_BYTES):
+        while chunk := file.read(CHUNK_BYTES):
             size += len(chunk)
             crc = zlib.crc32(chunk, crc)
+            advance(len(chunk))
     return size, crc
 
 
@@ -58,10 +64,17 @@ def write_json(path: Path, value: Any) -> None:
 def read_json(path: Path) -> Any:
     """Read a JSON file. Raises CheckpointError naming it when it is missing or broken."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        content = path.read_bytes()
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror}") from error
-    except ValueError as error:
+    return parse_json(content, path)
+
+
+def parse_json(content: bytes, path: Path) -> Any:
+    """The value of a JSON file's content. Raises CheckpointError naming the file when it is broken."""
+    try:
+        return json.loads(content)
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is damaged: not JSON") from error
 
 
@@ -112,10 +125,19 @@ def read_manifest(folder: Path) -> Manifest:
     return manifest
 
 
-def damaged_files(folder: Path, manifest: Manifest, part: int, parts: int) -> list[str]:
-    """Paths whose content does not have its checksum, among every ``parts``-th file from ``part`` on."""
-    names = sorted(manifest.files)[part::parts]
-    return [str(folder / name) for name in names if checksum(folder / name) != manifest.files[name]]
+def read_checked(folder: Path, manifest: Manifest, name: str) -> bytes:
+    """A small file's content, read once and compared with its checksum.
+
+    Raises:
+        Damaged: it does not have its checksum.
+        CheckpointError: the manifest does not name it.
+    """
+    if name not in manifest.files:
+        raise CheckpointError(f"{folder} has no {name}: it is not a checkpoint of this program")
+    content = (folder / name).read_bytes()
+    if (len(content), zlib.crc32(content)) != manifest.files[name]:
+        raise Damaged(str(folder / name))
+    return content
 
 
 def step_folders(parent: Path) -> dict[int, Path]:
@@ -124,6 +146,20 @@ def step_folders(parent: Path) -> dict[int, Path]:
         return {}
     matches = ((_STEP_FOLDER.fullmatch(path.name), path) for path in parent.iterdir() if path.is_dir())
     return {int(match[1]): path for match, path in matches if match}
+
+
+def complete_checkpoints(parent: Path) -> tuple[list[tuple[Manifest, Path]], list[str]]:
+    """Complete checkpoints in the order they were written, and what is wrong with each of the others.
+
+    Contents are not read, sizes are compared.
+    """
+    complete, faults = [], []
+    for _, folder in sorted(step_folders(parent).items()):
+        try:
+            complete.append((read_manifest(folder), folder))
+        except CheckpointError as error:
+            faults.append(str(error))
+    return sorted(complete, key=lambda pair: (pair[0].serial, pair[0].step)), faults
 
 
 def new_folder(parent: Path, step: int) -> Path:

@@ -8,7 +8,6 @@ from collections.abc import Collection
 import torch
 from torch import nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.tensor import DTensor
 
 from titan_moe.errors import CheckpointError
 
@@ -46,7 +45,7 @@ def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 
 def copies(model: nn.Module) -> list[tuple[nn.Parameter, nn.Parameter]]:
     """``(first, other)`` of each parameter that several pipeline stages of this rank hold under one name."""
-    first = _parameters(model)
+    first = parameters(model)
     pairs = []
     for part in parts_of(model):
         for name, parameter in part.named_parameters():
@@ -58,7 +57,7 @@ def copies(model: nn.Module) -> list[tuple[nn.Parameter, nn.Parameter]]:
 def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
     """Moments and step counts by parameter name; a parameter that never had a gradient has none."""
     tensors = {}
-    for name, parameter in _parameters(model).items():
+    for name, parameter in parameters(model).items():
         for key, value in optimizer.state.get(parameter, {}).items():
             assert isinstance(value, torch.Tensor), f"optimizer state {key} of {name} is not a tensor"
             tensors[f"optim.{name}.{key}"] = value.detach()
@@ -73,7 +72,7 @@ def without_optimizer_state(
     """Names of the parameters that ``optimizer`` trains and ``state`` (default: its own) does not have."""
     state = optimizer.state if state is None else state
     trained = {parameter for group in optimizer.param_groups for parameter in group["params"]}
-    return [name for name, parameter in _parameters(model).items() if parameter in trained and not state.get(parameter)]
+    return [name for name, parameter in parameters(model).items() if parameter in trained and not state.get(parameter)]
 
 
 def rank_key(rank: int, name: str) -> str:
@@ -85,12 +84,12 @@ def new_optimizer_state(
     model: nn.Module, optimizer: torch.optim.Optimizer, saved: dict[str, TensorStorageMetadata]
 ) -> dict[nn.Parameter, dict[str, torch.Tensor]]:
     """Empty optimizer state for exactly the entries that a checkpoint has; shapes and dtypes are checked later."""
-    parameters = _parameters(model)
+    by_name = parameters(model)
     groups = {parameter: group for group in optimizer.param_groups for parameter in group["params"]}
     state: dict[nn.Parameter, dict[str, torch.Tensor]] = {}
     for key, entry in saved.items():
         name, _, moment = key.removeprefix("optim.").rpartition(".")
-        if not key.startswith("optim.") or (parameter := parameters.get(name)) not in groups:
+        if not key.startswith("optim.") or (parameter := by_name.get(name)) not in groups:
             continue
         if moment == "step":
             on_device = groups[parameter].get("fused") or groups[parameter].get("capturable")
@@ -104,7 +103,7 @@ def new_optimizer_state(
 
 def named_state(model: nn.Module, state: dict[nn.Parameter, dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     """``new_optimizer_state``'s tensors under their names in the checkpoint."""
-    names = {parameter: name for name, parameter in _parameters(model).items()}
+    names = {parameter: name for name, parameter in parameters(model).items()}
     return {f"optim.{names[p]}.{key}": value for p, entries in state.items() for key, value in entries.items()}
 
 
@@ -126,7 +125,7 @@ def check_fit(
         CheckpointError: one line listing every kind of mismatch.
     """
     surplus = [name for name in saved.keys() - wanted.keys() if not name.startswith(ignored_prefixes)]
-    unexpected = sorted(name for name in surplus if _model_name(name) not in elsewhere)
+    unexpected = sorted(name for name in surplus if model_name(name) not in elsewhere)
     problems = [("missing", sorted(wanted.keys() - saved.keys())), ("unexpected", unexpected)]
     shapes, dtypes = [], []
     for name in sorted(wanted.keys() & saved.keys()):
@@ -141,22 +140,18 @@ def check_fit(
         raise CheckpointError("the checkpoint does not fit the model; " + "; ".join(lines))
 
 
-def _model_name(name: str) -> str:
-    """The name of the model's tensor that an entry of a checkpoint belongs to."""
+def model_name(name: str) -> str:
+    """The name of the model's tensor that an entry of a checkpoint belongs to; another entry's own name."""
     return f"model.{name.removeprefix('optim.').rpartition('.')[0]}" if name.startswith("optim.") else name
 
 
-def local_elements(tensor: torch.Tensor) -> int:
-    """Elements of ``tensor`` that this rank holds."""
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).numel()
-
-
-def _parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    parameters: dict[str, nn.Parameter] = {}
+def parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Parameters by global name; of those that several stages of this rank hold, the first."""
+    found: dict[str, nn.Parameter] = {}
     for part in parts_of(model):
         for name, parameter in part.named_parameters():
-            parameters.setdefault(global_name(name), parameter)
-    return parameters
+            found.setdefault(global_name(name), parameter)
+    return found
 
 
 def _shorten(names: list[str]) -> str:

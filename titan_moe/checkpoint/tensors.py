@@ -1,216 +1,305 @@
-"""The tensor part of a checkpoint in torch's DCP format, read without executing anything.
+"""The tensor part of a checkpoint in torch's DCP format: written with checksums, read once, executing nothing.
 
-DCP keeps its index in a pickle. Ours is read by an unpickler that knows the few classes an index consists of, and
-is checked before it is used. Tensors are read with ``weights_only``; there are no bytes items.
+Tensors are read with ``weights_only``; there are no bytes items.
 """
 
+import io
 import math
-import pickle
+import re
 import warnings
-from enum import Enum
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import metadata as dcp_metadata
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.planner import LoadPlan, SavePlan
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    ReadItem,
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.futures import Future
 
-from titan_moe.checkpoint.state import local_elements
-from titan_moe.distributed import local_box, rank, world_size
+from titan_moe.checkpoint.files import CHUNK_BYTES
+from titan_moe.checkpoint.parts import Part
+from titan_moe.distributed import gather_objects, rank, world_size
 from titan_moe.errors import CheckpointError
 
-METADATA = ".metadata"
-_ALLOWED = {
-    ("torch", "Size"),
-    ("torch.serialization", "_get_layout"),
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-    *(
-        ("torch.distributed.checkpoint.metadata", name)
-        for name in (
-            "Metadata",
-            "TensorStorageMetadata",
-            "TensorProperties",
-            "ChunkStorageMetadata",
-            "MetadataIndex",
-            "StorageMeta",
-            "_MEM_FORMAT_ENCODING",
-        )
-    ),
-}
+Entry = tuple[int, int]
+"""Size in bytes and CRC-32 of a file."""
 
 
-def write_tensors(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
+def write_tensors(folder: Path, parts: dict[str, Part], group: dist.ProcessGroup | None = None) -> dict[str, Entry]:
     """Write this rank's part, flushed to the disk; every rank calls it.
+
+    Args:
+        folder: exists, and is empty.
+        parts: what this rank has; of what several ranks have alike, one writes.
+        group: of all ranks, to communicate over; None: the world's own.
+
+    Returns:
+        the files that this rank wrote, the index among rank 0's.
 
     Raises:
         CheckpointError: on every rank, when writing failed on any.
     """
+    writer = _Writer(folder)
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            dcp.save(tensors, storage_writer=_Writer(folder), planner=_SavePlanner(), no_dist=world_size() == 1)
+            dcp.save(
+                parts, storage_writer=writer, planner=_SavePlanner(), process_group=group, no_dist=world_size() == 1
+            )
     except CheckpointException as error:
         raise CheckpointError(f"writing {folder} failed: {_first_failure(error)}") from error
+    return writer.fs.entries
 
 
-def own_files(folder: Path) -> list[Path]:
-    """The files that this rank wrote, the index among rank 0's."""
-    return [*sorted(folder.glob(f"__{rank()}_*")), *([folder / METADATA] if rank() == 0 else [])]
+def read_tensors(folder: Path, index: dcp_metadata.Metadata, files: dict[str, Entry], parts: dict[str, Part]) -> str:
+    """Fill ``parts`` in place, whatever their sharding, and verify every one of ``files``; all ranks call it.
 
-
-def read_index(folder: Path, sizes: dict[str, int]) -> dict[str, dcp_metadata.TensorStorageMetadata]:
-    """Shapes, dtypes and chunks by name, checked.
+    Each rank reads through the files that it verifies, which are its own when it saved under the same layout, and
+    takes its values from what passes by; of others it reads what it needs. So no byte is read twice by one rank.
 
     Args:
         folder: the checkpoint.
-        sizes: bytes of each of its files.
+        index: of it, as ``parse_index`` gives.
+        files: those with tensors, and what they have to be.
+        parts: what this rank holds, with names and shapes that fit the index. Filled in part when there is damage.
+
+    Returns:
+        on every rank, the paths of files whose content does not have its checksum; empty when all is well.
 
     Raises:
-        CheckpointError: when the index is not one, or points outside the files or the tensors.
+        CheckpointError: on every rank, when reading failed on any, or an intact file does not hold what the index says.
     """
-    return _Reader(folder, sizes).read_metadata().state_dict_metadata
-
-
-def read_tensors(folder: Path, sizes: dict[str, int], tensors: dict[str, torch.Tensor]) -> None:
-    """Fill ``tensors`` in place, whatever their sharding; every rank calls it with the same sharded names.
-
-    Raises:
-        CheckpointError: on every rank, when reading failed on any.
-    """
+    reader = _Reader(folder, index, {name: files[name] for name in _to_verify(files)})
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            # A copy of the dict: DCP puts its own objects back into the one it is given.
-            reader, planner = _Reader(folder, sizes), _Planner(allow_partial_load=False)
-            dcp.load(dict(tensors), storage_reader=reader, planner=planner, no_dist=world_size() == 1)
+            dcp.load(dict(parts), storage_reader=reader, planner=_LoadPlanner(), no_dist=world_size() == 1)
     except CheckpointException as error:
         raise CheckpointError(f"reading {folder} failed: {_first_failure(error)}") from error
+    outcomes = gather_objects((reader.damaged, reader.unusable))
+    damaged = [str(folder / name) for names, _ in outcomes for name in names]
+    unusable = [text for _, texts in outcomes for text in texts]
+    if unusable and not damaged:
+        raise CheckpointError(f"reading {folder} failed: {unusable[0]}")
+    return ", ".join(damaged)
+
+
+def _to_verify(files: dict[str, Entry]) -> list[str]:
+    """The files that this rank verifies: those that it wrote if the layout is the same, and its share of the rest."""
+    mine = []
+    for position, name in enumerate(sorted(files)):
+        writer = re.match(r"__(\d+)_", name)
+        owner = int(writer[1]) if writer else position
+        if owner % world_size() == rank():
+            mine.append(name)
+    return mine
+
+
+class _Checked(io.RawIOBase):
+    """Counts what is written to ``file``, and its checksum."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        super().__init__()
+        self._file = file
+        self.size = self.crc = 0
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data).cast("B")
+        self._file.write(view)
+        self.size += view.nbytes
+        self.crc = zlib.crc32(view, self.crc)
+        return view.nbytes
+
+    def tell(self) -> int:
+        return self.size
+
+    def flush(self) -> None:
+        if not self._file.closed:
+            self._file.flush()
+
+    def fileno(self) -> int:
+        return self._file.fileno()
+
+
+class _CheckedFiles(FileSystem):
+    """``entries`` has what was written, by file name."""
+
+    def __init__(self) -> None:
+        self.entries: dict[str, Entry] = {}
+
+    @contextmanager
+    def create_stream(self, path: Path, mode: str) -> Iterator[io.RawIOBase]:
+        with super().create_stream(path, mode) as file:
+            checked = _Checked(file)
+            yield checked
+        self.entries[path.name] = checked.size, checked.crc
+
+    def rename(self, path: Path, new_path: Path) -> None:
+        super().rename(path, new_path)
+        self.entries[new_path.name] = self.entries.pop(path.name)
 
 
 class _Writer(dcp.FileSystemWriter):
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.fs = _CheckedFiles()
+
     def storage_meta(self) -> dcp_metadata.StorageMeta:
         # The default records the absolute path of the temporary folder, as a pathlib object.
         return dcp_metadata.StorageMeta()
 
 
 class _SavePlanner(DefaultSavePlanner):
+    """Writes ``Part``s, each at its own box."""
+
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+
     def create_local_plan(self) -> SavePlan:
-        """The default plan, after checking that it puts every part where it belongs."""
-        _check_places(self.state_dict)
-        return super().create_local_plan()
+        self.plan = SavePlan([_write_item(name, part) for name, part in self.state_dict.items() if part.counts])
+        return self.plan
+
+    def lookup_object(self, index: dcp_metadata.MetadataIndex) -> torch.Tensor:
+        return self.state_dict[index.fqn].local
 
 
-def _check_places(tensors: dict[str, Any]) -> None:
-    """Refuses what DCP would write to, or read from, the wrong place: uneven pieces of uneven pieces.
-
-    Raises:
-        CheckpointError: torch's own idea of this rank's part is not where the part lies.
-    """
-    for name, tensor in tensors.items():
-        if not isinstance(tensor, DTensor):
-            continue
-        mesh, place = tensor.device_mesh, local_box(tensor)
-        sizes, offsets = compute_local_shape_and_global_offset(tensor.shape, mesh, tensor.placements)
-        elements = math.prod(place[1])
-        fits = math.prod(sizes) == elements and (elements == 0 or (offsets, sizes) == place)
-        if not fits or elements != local_elements(tensor):
-            axes = " x ".join(f"{axis} {size}" for axis, size in zip(mesh.mesh_dim_names, mesh.shape, strict=True))
-            raise CheckpointError(
-                f"{name} of shape {list(tensor.shape)} is cut unevenly over {axes} and cannot be saved or loaded yet: "
-                "choose degrees that divide its dims, such as an expert_parallel_degree that divides num_experts"
-            )
+def _write_item(name: str, part: Part) -> WriteItem:
+    offsets, local = torch.Size(part.offsets), part.local
+    return WriteItem(
+        index=dcp_metadata.MetadataIndex(name, offsets),
+        type=WriteItemType.SHARD,
+        tensor_data=TensorWriteData(
+            chunk=dcp_metadata.ChunkStorageMetadata(offsets, local.shape),
+            properties=dcp_metadata.TensorProperties.create_from_tensor(local),
+            size=torch.Size(part.shape),
+        ),
+    )
 
 
-class _Planner(DefaultLoadPlanner):
+class _LoadPlanner(DefaultLoadPlanner):
+    """Fills ``Part``s from whatever chunks have their values."""
+
+    def set_up_planner(
+        self,
+        state_dict: dict[str, Part],
+        metadata: dcp_metadata.Metadata | None = None,
+        is_coordinator: bool = False,
+    ) -> None:
+        self.state_dict, self.metadata, self.is_coordinator = state_dict, metadata, is_coordinator
+
     def create_local_plan(self) -> LoadPlan:
-        """The default plan, after checking that it fills every element this rank holds."""
-        _check_places(self.original_state_dict)
-        plan = super().create_local_plan()
-        planned: dict[str, int] = {}
-        for item in plan.items:
-            planned[item.dest_index.fqn] = planned.get(item.dest_index.fqn, 0) + math.prod(item.lengths)
-        for name, tensor in self.original_state_dict.items():
-            if planned.get(name, 0) != local_elements(tensor):
-                raise CheckpointError(
-                    f"{name}: the file holds {planned.get(name, 0)} of {local_elements(tensor)} values"
-                )
-        return plan
+        items = []
+        for name, part in self.state_dict.items():
+            if part.local.numel():
+                box = dcp_metadata.ChunkStorageMetadata(torch.Size(part.offsets), part.local.shape)
+                found = create_read_items_for_chunk_list(name, self.metadata.state_dict_metadata[name], [box])
+                values = sum(math.prod(item.lengths) for item in found)
+                if values != part.local.numel():
+                    raise CheckpointError(f"{name}: the files hold {values} of {part.local.numel()} values")
+                items += found
+        return LoadPlan(items)
 
-
-def _enum_member(kind: Any, name: str) -> Any:
-    """What ``getattr`` may do in an index: Python 3.11.2 writes the members of an enum that way."""
-    if not (isinstance(kind, type) and issubclass(kind, Enum) and name in kind.__members__):
-        raise CheckpointError("it asks for builtins.getattr, which an index never needs; do not trust this file")
-    return kind[name]
-
-
-class _Unpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) == ("builtins", "getattr"):
-            return _enum_member
-        if (module, name) in _ALLOWED:
-            return super().find_class(module, name)
-        if module == "torch" and isinstance(value := getattr(torch, name, None), torch.dtype):
-            return value
-        raise CheckpointError(f"it asks for {module}.{name}, which an index never needs; do not trust this file")
-
-    def persistent_load(self, pid: Any) -> Any:
-        raise CheckpointError("it holds a persistent object, which an index never needs; do not trust this file")
+    def lookup_tensor(self, index: dcp_metadata.MetadataIndex) -> torch.Tensor:
+        return self.state_dict[index.fqn].local
 
 
 class _Reader(dcp.FileSystemReader):
-    def __init__(self, folder: Path, sizes: dict[str, int]) -> None:
+    """Reads what a plan asks for, and all of the files in ``verify``.
+
+    Attributes:
+        damaged: files of ``verify`` that are not what they have to be.
+        unusable: what is wrong with stored tensors that do not fit the index, a damaged file's among them.
+    """
+
+    def __init__(self, folder: Path, index: dcp_metadata.Metadata, verify: dict[str, Entry]) -> None:
         super().__init__(folder)
-        self._sizes = sizes
+        self._index, self._verify = index, verify
+        self.damaged: list[str] = []
+        self.unusable: list[str] = []
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> dcp_metadata.Metadata:
-        path = Path(self.path) / METADATA
+        return self._index
+
+    def read_data(self, plan: LoadPlan, planner: DefaultLoadPlanner) -> Future:
+        wanted: dict[str, dict[tuple[int, int], list[ReadItem]]] = {name: {} for name in self._verify}
+        for item in plan.items:
+            place = self.storage_data[item.storage_index]
+            items = wanted.setdefault(place.relative_path, {}).setdefault((place.offset, place.length), [])
+            items.append(item)
+        for name, places in wanted.items():
+            with open(Path(self.path) / name, "rb") as file:
+                if name in self._verify:
+                    self._read_through(name, file, places, planner)
+                else:
+                    for (offset, length), items in sorted(places.items()):
+                        file.seek(offset)
+                        self._fill(name, file.read(length), items, planner)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def _read_through(
+        self,
+        name: str,
+        file: BinaryIO,
+        places: dict[tuple[int, int], list[ReadItem]],
+        planner: DefaultLoadPlanner,
+    ) -> None:
+        """Read a file from its beginning to its end, once."""
+        position = crc = 0
+
+        def skip(until: int) -> None:
+            nonlocal position, crc
+            while position < until and (block := file.read(min(CHUNK_BYTES, until - position))):
+                position, crc = position + len(block), zlib.crc32(block, crc)
+
+        for (offset, length), items in sorted(places.items()):
+            skip(offset)
+            data = file.read(length)
+            position, crc = position + len(data), zlib.crc32(data, crc)
+            self._fill(name, data, items, planner)
+        size = self._verify[name][0]
+        skip(size)
+        if (position + len(file.read(1)), crc) != self._verify[name]:
+            self.damaged.append(name)
+
+    def _fill(self, name: str, data: bytes, items: list[ReadItem], planner: DefaultLoadPlanner) -> None:
+        index = items[0].storage_index
+        where = f"{index.fqn} in {Path(self.path) / name}"
+        entry = self._index.state_dict_metadata[index.fqn]
         try:
-            with path.open("rb") as file:
-                metadata = _Unpickler(file).load()
-            _check_index(metadata, self._sizes)
-        except OSError as error:
-            raise CheckpointError(f"{path}: {error.strerror}") from error
-        except CheckpointError as error:
-            raise CheckpointError(f"{path} is refused: {error}") from error
-        except Exception as error:  # a damaged pickle can raise nearly anything
-            raise CheckpointError(f"{path} is damaged: {type(error).__name__}: {error}") from error
-        return metadata
-
-
-def _check_index(metadata: Any, sizes: dict[str, int]) -> None:
-    if not isinstance(metadata, dcp_metadata.Metadata):
-        raise CheckpointError("it does not hold an index")
-    stored_bytes = sum(sizes.values())
-    for name, entry in metadata.state_dict_metadata.items():
-        if not isinstance(name, str) or not isinstance(entry, dcp_metadata.TensorStorageMetadata):
-            raise CheckpointError(f"{name!r} is not a tensor")
-        if (
-            any(length < 0 for length in entry.size)
-            or math.prod(entry.size) * entry.properties.dtype.itemsize > stored_bytes
+            stored = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+        except Exception as error:  # damaged data can raise nearly anything
+            reason = str(error).partition("\n")[0]
+            self.unusable.append(f"{where} is not a stored tensor: {type(error).__name__}: {reason}")
+            return
+        chunk = entry.chunks[index.index]
+        if not isinstance(stored, torch.Tensor) or (stored.shape, stored.dtype) != (
+            chunk.sizes,
+            entry.properties.dtype,
         ):
-            raise CheckpointError(f"{name} of shape {list(entry.size)} is larger than all files together")
-        elements = 0
-        for chunk in entry.chunks:
-            bounds = list(zip(chunk.offsets, chunk.sizes, entry.size, strict=True))
-            if any(offset < 0 or size < 0 or offset + size > full for offset, size, full in bounds):
-                raise CheckpointError(f"a chunk of {name} lies outside its shape {list(entry.size)}")
-            if dcp_metadata.MetadataIndex(name, chunk.offsets) not in metadata.storage_data:
-                raise CheckpointError(f"a chunk of {name} is in no file")
-            elements += math.prod(chunk.sizes)
-        if elements != math.prod(entry.size):
-            raise CheckpointError(f"the chunks of {name} have {elements} values instead of {math.prod(entry.size)}")
-    for index, place in metadata.storage_data.items():
-        size = sizes.get(place.relative_path)
-        if size is None or place.offset < 0 or place.length < 0 or place.offset + place.length > size:
-            raise CheckpointError(
-                f"{index.fqn} is said to lie in {place.relative_path!r}, outside the checkpoint's files"
-            )
+            self.unusable.append(f"{where} is not what the index says: {list(chunk.sizes)}, {entry.properties.dtype}")
+            return
+        for item in items:
+            narrowed = stored
+            for dim, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+                narrowed = narrowed.narrow(dim, start, length)
+            planner.resolve_tensor(item).copy_(narrowed)
 
 
 def _first_failure(error: CheckpointException) -> str:

@@ -4,6 +4,7 @@ from titan_moe.config.degrees import Degrees, resolve_degrees
 from titan_moe.config.job import JobConfig
 from titan_moe.config.load import from_dict, load_config, read_options, to_toml
 from titan_moe.config.validate import (
+    left_out_of_loading,
     model_overrides,
     resolve_batch,
     resolved_dtypes,
@@ -15,6 +16,7 @@ __all__ = [
     "Degrees",
     "JobConfig",
     "from_dict",
+    "left_out_of_loading",
     "load_config",
     "model_overrides",
     "read_options",

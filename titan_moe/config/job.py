@@ -169,8 +169,20 @@ class Checkpoint:
     """Steps between checkpoints."""
     keep_latest_k: int = 10
     """Complete checkpoints to keep; 0 keeps all."""
+    async_mode: Literal["disabled", "async", "process", "async_with_pinned_mem"] = "disabled"
+    """'async' and 'process' copy to host memory, go on training, and write from a thread or from another process.
+    'async_with_pinned_mem' is torchtitan's name for 'process'."""
+    timeout_seconds: int = 1800
+    """With an async_mode: how long a process waits for the slowest one to write its part, in seconds."""
+    strict: bool = True
+    """Stop at the step that follows a checkpoint that could not be written; false: say so and go on."""
     load_step: int = -1
     """Step to load; -1: the newest complete one."""
+    load_only: Literal["model"] | None = None
+    """'model': start anew, at step 0, with the weights of the checkpoint that would be resumed."""
+    exclude_from_loading: list[str] = field(default_factory=list)
+    """What to start anew: optimizer, lr_scheduler, dataloader, train_state (step, tokens, loss scale), rng; or shell
+    patterns of the model's tensors, such as 'model.lm_head.*', which with their moments need not fit then."""
     initial_load_path: str | None = None
     """Checkpoint or Hugging Face folder to start from when the folder holds no checkpoint."""
     initial_load_in_hf: bool = False

@@ -12,6 +12,8 @@ from titan_moe.config.job import JobConfig
 from titan_moe.errors import ConfigError, nearest
 
 DATASETS = ("stdlib", "text", "jsonl", "parquet", "huggingface")
+LOADABLE = ("optimizer", "lr_scheduler", "dataloader", "train_state", "rng")
+"""What checkpoint.exclude_from_loading can name besides the model's tensors."""
 
 _AT_LEAST = {
     "training.steps": 1,
@@ -25,6 +27,7 @@ _AT_LEAST = {
     "checkpoint.interval": 1,
     "checkpoint.keep_latest_k": 0,
     "checkpoint.load_step": -1,
+    "checkpoint.timeout_seconds": 1,
     "validation.freq": 1,
     "metrics.log_freq": 1,
     "profiling.profile_freq": 1,
@@ -42,6 +45,7 @@ _AT_MOST = {
     "parallelism.virtual_pipeline_degree": 1024,
     "parallelism.pipeline_parallel_microbatch_size": 2**20,
     "moe.pad_counts_to": 2**20,
+    "checkpoint.timeout_seconds": 10**7,
     "comm.init_timeout_seconds": 10**7,
     "comm.train_timeout_seconds": 10**7,
 }
@@ -95,6 +99,14 @@ def resolved_dtypes(config: JobConfig) -> tuple[str, str]:
     """
     dtype, compute = config.training.dtype, config.training.mixed_precision_param
     return ("float32" if dtype == "float16" else dtype), compute or dtype
+
+
+def left_out_of_loading(config: JobConfig) -> tuple[set[str], list[str]]:
+    """What a resume starts anew: names of ``LOADABLE``, and patterns of the model's tensors."""
+    if config.checkpoint.load_only == "model":
+        return set(LOADABLE), []
+    names = config.checkpoint.exclude_from_loading
+    return set(names) & set(LOADABLE), [name for name in names if name not in LOADABLE]
 
 
 def model_overrides(config: JobConfig) -> dict[str, Any]:
@@ -248,12 +260,24 @@ def _check_checkpoint(config: JobConfig) -> None:
     if checkpoint.initial_load_in_hf and path is None:
         raise ConfigError("checkpoint.initial_load_in_hf needs checkpoint.initial_load_path: the folder to read.")
     if not checkpoint.enable:
-        for key, unset in (("initial_load_path", None), ("load_step", -1)):
+        keys = {"initial_load_path": None, "load_step": -1, "load_only": None, "exclude_from_loading": []}
+        for key, unset in keys.items():
             if getattr(checkpoint, key) != unset:
                 raise ConfigError(f"checkpoint.{key} needs checkpoint.enable. Add --checkpoint.enable.")
         return
     if path is not None and checkpoint.initial_load_in_hf and not os.path.isfile(os.path.join(path, "config.json")):
         raise ConfigError(f"checkpoint.initial_load_path = {path!r}: no config.json in it, so no Hugging Face folder.")
+    if checkpoint.load_only and checkpoint.exclude_from_loading:
+        raise ConfigError(
+            "checkpoint.load_only = 'model' already leaves out all but the model, so checkpoint.exclude_from_loading "
+            "does nothing. Set one of them."
+        )
+    for name in checkpoint.exclude_from_loading:
+        if name not in LOADABLE and not name.startswith("model."):
+            raise ConfigError(
+                f"checkpoint.exclude_from_loading has {name!r}: neither a pattern that starts with 'model.' nor one of "
+                f"{', '.join(LOADABLE)}.{nearest(name, LOADABLE)}"
+            )
     folder = os.path.join(config.job.dump_folder, checkpoint.folder)
     if checkpoint.load_step >= 0 and not os.path.isdir(os.path.join(folder, f"step-{checkpoint.load_step}")):
         raise ConfigError(
