@@ -41,8 +41,12 @@ base_interpreter() {
     return 1
 }
 
+pip_install() {
+    "$VENV/bin/python" -m pip install $quiet "$@"
+}
+
 install_torch() {
-    local version pip="$VENV/bin/python -m pip"
+    local version
     version="$(sed -n 's/^torch==\([^ ;]*\).*/\1/p' "$LOCK")"
     if "$VENV/bin/python" -c "
 import importlib.metadata as m, sys
@@ -50,29 +54,32 @@ sys.exit(m.version('torch').split('+')[0] != '$version')" 2>/dev/null; then
         return
     fi
     if nvidia-smi -L 2>/dev/null | grep -q '^GPU'; then
-        $pip install --quiet "torch==$version"
+        pip_install "torch==$version"
     else
         # The CPU build is a tenth of the size. Not every index has it; uv knows where torch publishes it.
-        $pip install --quiet "torch==$version+cpu" 2>/dev/null ||
-            { $pip install --quiet uv &&
-                "$VENV/bin/uv" pip install --quiet --python "$VENV/bin/python" --torch-backend=cpu "torch==$version"; } ||
-            $pip install --quiet "torch==$version"
+        pip_install "torch==$version+cpu" 2>/dev/null ||
+            { pip_install uv &&
+                "$VENV/bin/uv" pip install $quiet --python "$VENV/bin/python" --torch-backend=cpu "torch==$version"; } ||
+            pip_install "torch==$version"
     fi
 }
 
 make_venv() {
-    local base
+    local base quiet="--quiet"
+    # A terminal gets the installers' own progress.
+    [ ! -t 2 ] || quiet=""
     base="$(base_interpreter)" || return 1
     echo "setup: installing into $VENV, which takes some minutes" >&2
     if [ ! -x "$VENV/bin/python" ] || ! "$VENV/bin/python" -m pip --version >/dev/null 2>&1; then
         "$base" -m venv --clear "$VENV" || return 1
     fi
     touch "$INSTALLING" && rm -f "$STAMP" || return 1
-    echo "setup: torch …" >&2
+    echo "setup: 1 of 3, torch: 200 MB, on a GPU 3 GB …" >&2
     install_torch || return 1
-    echo "setup: the packages of requirements.lock …" >&2
-    "$VENV/bin/python" -m pip install --quiet -r "$LOCK" || return 1
-    "$VENV/bin/python" -m pip install --quiet --no-deps --editable "$ROOT" || return 1
+    echo "setup: 2 of 3, the packages of requirements.lock …" >&2
+    pip_install -r "$LOCK" || return 1
+    echo "setup: 3 of 3, titan_moe …" >&2
+    pip_install --no-deps --editable "$ROOT" || return 1
     fingerprint >"$STAMP" && rm -f "$INSTALLING"
 }
 
@@ -82,7 +89,7 @@ make_venv_once() {
         if command -v flock >/dev/null; then
             flock 9
         fi
-        venv_is_ready || make_venv
+        venv_is_ready || make_venv >&2
     ) 9>"$ROOT/.venv.lock" || {
         echo "setup: the installation failed; the next run continues it." >&2
         return 1

@@ -1,5 +1,6 @@
 """The worker pool itself: values come back, and every way to fail is reported and survived."""
 
+import gc
 import os
 import time
 
@@ -7,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from pool import RankFailure
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, distribute_tensor
 
 from titan_moe import distributed
@@ -42,6 +43,10 @@ def sharded_total():
     return distribute_tensor(torch.arange(4.0), mesh, replicated).sum().full_tensor()
 
 
+def meshes_alive():
+    return sum(type(thing) is DeviceMesh for thing in gc.get_objects())
+
+
 def mesh_timeouts():
     init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
     distributed.set_timeout(77)
@@ -64,6 +69,11 @@ def test_results_come_back_in_rank_order_for_any_size(run_ranks):
 
 def test_meshes_of_different_shapes_follow_each_other(run_ranks):
     assert all(total == 6 for ranks in (4, 2, 4) for total in run_ranks(ranks, sharded_total))
+
+
+def test_a_mesh_and_its_groups_do_not_outlive_their_run(run_ranks):
+    run_ranks(4, sharded_total)
+    assert run_ranks(4, meshes_alive) == [0, 0, 0, 0]
 
 
 def test_an_exception_is_reported_with_its_traceback_and_the_next_run_works(run_ranks):

@@ -1,6 +1,7 @@
 """run_train.sh, run_tests.sh and .ci/run in a copy of the checkout, with a stand-in for Python that logs its calls."""
 
 import os
+import pty
 import shutil
 import subprocess
 import sys
@@ -31,7 +32,7 @@ esac
 @pytest.fixture
 def clone(tmp_path: Path):
     """``clone(script, **environment) -> (exit code, stderr, calls)``; calls leave out look-ups."""
-    root, tools, log = tmp_path / "clone", tmp_path / "bin", tmp_path / "log"
+    root, tools, log = tmp_path / "a clone", tmp_path / "bin", tmp_path / "log"
     for name in (*SCRIPTS, "scripts/setup_env.sh", "requirements.lock", "pyproject.toml"):
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, root / name)
@@ -56,11 +57,13 @@ def clone(tmp_path: Path):
     (tools / "python3").write_text(PYTHON)
     (tools / "python3").chmod(0o755)
 
-    def popen(script: str = "run_train.sh", *argv: str, **environment: str) -> subprocess.Popen:
+    def popen(
+        script: str = "run_train.sh", *argv: str, stderr: int = subprocess.PIPE, **environment: str
+    ) -> subprocess.Popen:
         return subprocess.Popen(
             [root / script, *argv],
             env={"PATH": str(tools), "LOG": str(log), **environment},
-            stderr=subprocess.PIPE,
+            stderr=stderr,
             text=True,
         )
 
@@ -92,6 +95,16 @@ def test_a_fresh_clone_installs_torch_first_then_the_lock_and_passes_the_exit_co
         f"-m pip install --quiet --no-deps --editable {clone.root}",
         "-m titan_moe.cli train --a b c",
     ]
+
+
+def test_a_terminal_sees_the_installers_progress(clone):
+    ours, theirs = pty.openpty()
+    process = clone.popen(stderr=theirs)
+    os.close(theirs)
+    assert process.wait(timeout=60) == 7
+    assert b"setup: 3 of 3" in os.read(ours, 1 << 16)
+    os.close(ours)
+    assert f"-m pip install -r {clone.root}/requirements.lock" in clone.calls()
 
 
 def test_a_second_run_installs_nothing_in_under_a_second(clone):

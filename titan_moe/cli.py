@@ -40,7 +40,9 @@ def _train(argv: list[str]) -> None:
 def _config(argv: list[str]) -> None:
     if argv and not argv[0].startswith("-"):
         argv = ["--job.config_file", *argv]
-    print(to_toml(load_config(argv, program="titan-moe config [FILE]")), end="")
+    from titan_moe.models import config as model_config
+
+    print(to_toml(load_config(argv, program="titan-moe config [FILE]", model_config=model_config)), end="")
 
 
 def _doctor(argv: list[str]) -> None:
@@ -58,8 +60,7 @@ def _tokenizer(argv: list[str]) -> None:
         raise ConfigError("the tokenizer command has one form: titan-moe tokenizer train --output FOLDER …")
     from titan_moe.data import train_tokenizer
 
-    path = train_tokenizer(**read_options(train_tokenizer, argv[1:], "titan-moe tokenizer train"))
-    print(f"wrote {path}")
+    train_tokenizer(**read_options(train_tokenizer, argv[1:], "titan-moe tokenizer train"))
 
 
 def _report(argv: list[str]) -> None:

@@ -1,17 +1,18 @@
-"""``titan-moe train``: one process here, NGPU processes through torchrun, or a dry run of one of NGPU ranks."""
+"""``titan-moe train``: NGPU processes through torchrun, or a dry run of one of NGPU ranks."""
 
 import logging
 import math
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from titan_moe.config import JobConfig, load_config, validate
 from titan_moe.errors import ConfigError, print_error, reported
+from titan_moe.models import config as model_config
+from titan_moe.parallelize import check_run
 from titan_moe.train import LAUNCHED
 
 if TYPE_CHECKING:
@@ -21,23 +22,16 @@ if TYPE_CHECKING:
 def main(argv: Sequence[str]) -> None:
     """Reads the configuration once, so that its errors show once, then trains; ends the process on an error."""
     with reported("--debug.traceback" in argv):
-        config = load_config(argv)
+        config = load_config(argv, model_config=model_config)
         processes = process_count()
-        if processes > 1:
-            validate(config, processes)
-            # Here too, so that a refusal does not wait for the ranks to start.
-            from titan_moe.parallelize import check_run
-
-            check_run(config, processes)
+        validate(config, processes)
+        check_run(config, processes)
         if mode := os.environ.get("COMM_MODE"):
             _dry_run(mode, config, processes)
             return
-    if processes == 1:
-        # In place of this process, so that signals and exit codes need no passing on.
-        sys.stdout.flush()
-        os.execv(sys.executable, [sys.executable, "-m", "titan_moe.train", *argv])
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // processes)))
+    if processes > 1:
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // processes)))
     raise SystemExit(_torchrun(argv, processes, config))
 
 
@@ -99,7 +93,7 @@ def _torchrun(argv: Sequence[str], processes: int, config: JobConfig) -> int:
             message = "interrupted before training began"
         elif failure.exitcode > 0:
             message = f"exit code {failure.exitcode}; its own message is above"
-        print_error(message, rank)
+        print_error(message, rank if processes > 1 else None)
         return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
     except KeyboardInterrupt:
         return 130

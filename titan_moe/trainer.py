@@ -141,12 +141,6 @@ class Trainer:
                         f"checkpoint.{key} with pipeline_parallel_degree > 1 is not possible yet. Convert a checkpoint "
                         "in a run without a pipeline: checkpoints load under any layout."
                     )
-        seq_len, longest = self.config.training.seq_len, self.model_config.max_seq_len
-        if seq_len > longest:
-            raise ConfigError(
-                f"training.seq_len = {seq_len} is beyond the model's max_seq_len = {longest}. "
-                f"Set training.seq_len to at most {longest}, or model.override.max_seq_len."
-            )
         needed, has = self.tokenizer.vocab_size, self.model_config.vocab_size
         if needed > has:
             raise ConfigError(
@@ -309,14 +303,16 @@ class Trainer:
         if config.job.description:
             self.logger.message(config.job.description)
         total = sum(p.numel() for p in self.model.parameters())
+        whose = " of this pipeline stage" if config.parallelism.pipeline_parallel_degree > 1 else ""
         self.logger.message(
-            f"{config.model.name}_{config.model.flavor}: {total:,} parameters in {self.dtype}, compute in "
+            f"{config.model.name}_{config.model.flavor}: {total:,} parameters{whose} in {self.dtype}, compute in "
             f"{self.compute_dtype}, {dist.world_size()} x {self.device.type}"
         )
         self.logger.message(
             f"{config.training.dataset}: {data.num_documents:,} documents, {data.num_tokens:,} tokens, "
             f"{data.sequences_per_epoch:,} sequences of {config.training.seq_len} an epoch"
         )
+        self.logger.explain_memory()
         if self.step_done:
             self.logger.message(f"resumed after step {self.step_done}")
 

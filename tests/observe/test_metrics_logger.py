@@ -1,5 +1,6 @@
 import io
 import json
+import math
 import re
 import sys
 from pathlib import Path
@@ -142,6 +143,19 @@ def test_only_rank_zero_writes(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+def test_the_share_of_memory_is_of_the_ram_that_the_log_names(tmp_path):
+    file = io.StringIO()
+    with logger(tmp_path, file=file) as log:
+        log.explain_memory()
+        log.log_step(1, step(1))
+    first, second = file.getvalue().splitlines()
+    ram = float(re.search(r"of this machine's ([\d.]+) GiB of RAM$", first)[1])
+    used, share = map(float, re.search(r"memory: +([\d.]+)GiB\(([\d.]+)%\)", second).groups())
+    total_kib = int(re.search(r"MemTotal: +(\d+) kB", Path("/proc/meminfo").read_text())[1])
+    assert ram == pytest.approx(total_kib / 2**20, abs=0.01)
+    assert share == pytest.approx(100 * used / ram, abs=100 * 0.01 / ram)
+
+
 def test_moe_figures_by_hand():
     moe = counters(
         [[6, 0, 2, 0], [5, 5, 0, 0]],
@@ -149,6 +163,7 @@ def test_moe_figures_by_hand():
         dropped_L=torch.tensor([2, 0]),
         routed_L=torch.tensor([8, 10]),
         aux_loss_L=torch.tensor([0.5, 0.25]),
+        z_loss_L=torch.tensor([0.125, float("inf")]),
         bias_min_L=torch.tensor([-0.5, float("nan")]),
         bias_max_L=torch.tensor([0.5, float("nan")]),
     )
@@ -160,6 +175,7 @@ def test_moe_figures_by_hand():
             "dead_experts": 2,
             "dropped": 0.25,
             "aux_loss": 0.5,
+            "z_loss": 0.125,
             "bias_min": -0.5,
             "bias_max": 0.5,
             "load": [6, 0, 2, 0],
@@ -170,6 +186,7 @@ def test_moe_figures_by_hand():
             "dead_experts": 0,
             "dropped": 0.0,
             "aux_loss": 0.25,
+            "z_loss": None,
             "bias_min": None,
             "bias_max": None,
             "load": [5, 5],
@@ -187,7 +204,7 @@ def test_the_counters_of_real_layers_are_understood():
     layers = torch.nn.ModuleDict(
         {
             "a": MoE(MoEConfig(8, 4, 4, 2, expert_bias=True, capacity_factor=0.5)),
-            "b": MoE(MoEConfig(8, 4, 2, 1, normalize_weights=False, aux_loss_coef=0.5)),
+            "b": MoE(MoEConfig(8, 4, 2, 1, normalize_weights=False, aux_loss_coef=0.5, z_loss_coef=0.5)),
         }
     )
     with torch.no_grad():
@@ -202,6 +219,8 @@ def test_the_counters_of_real_layers_are_understood():
     # The aux loss of a uniform router is its coefficient.
     assert (b["load"], b["dead_experts"], b["dropped"]) == ([16, 0], 1, 0.0)
     assert b["aux_loss"] == pytest.approx(0.5)
+    # Two logits of 0: log(2) squared.
+    assert (a["z_loss"], b["z_loss"]) == (0.0, pytest.approx(0.5 * math.log(2) ** 2))
 
 
 def test_a_dense_model_has_no_layers_to_report(tmp_path):

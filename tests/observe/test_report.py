@@ -25,6 +25,7 @@ def layer(name: str, load: list[int], **changes) -> dict:
         "dead_experts": load.count(0),
         "dropped": 0.0,
         "aux_loss": 0.0,
+        "z_loss": 0.0,
         "bias_min": None,
         "bias_max": None,
         "load": load,

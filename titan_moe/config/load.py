@@ -1,6 +1,6 @@
 """TOML and command line into one ``JobConfig``: command line beats TOML beats defaults.
 
-Both sources go through the same strict assignment, so they fail in the same words. tyro renders the help page.
+Both sources go through the same strict assignment, so they fail in the same words.
 """
 
 import ast
@@ -12,36 +12,35 @@ import tomllib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import Field, fields
 from difflib import get_close_matches
-from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from types import NoneType
+from typing import Any, get_origin, get_type_hints
 
 from titan_moe.config.job import JobConfig
+from titan_moe.config.types import arms, convert, describe, refusal
 from titan_moe.errors import ConfigError, nearest
 
 OVERRIDE = "model.override"
 
-_NAMES = {
-    int: "a whole number (int)",
-    float: "a number (float)",
-    bool: "true or false (bool)",
-    str: "a string",
-    NoneType: "None",
-}
-
 _DESCRIPTION = """Train a Mixture-of-Experts model.
 
 Values given here beat those of the TOML file (--job.config_file), which beat the defaults. A boolean is switched
-on by its bare name and off by its no_ form. --model.override.FIELD VALUE sets any field of the model's
-configuration, for example --model.override.num_experts 16. NGPU=n in the environment sets the number of
-processes."""
+on by its bare name and off by its no_ form. --model.override.FIELD VALUE, or a key under [model.override], sets any
+field of the model's configuration, for example --model.override.num_experts 16. NGPU=n in the environment sets the
+number of processes."""
 
 
-def load_config(argv: Sequence[str] | None = None, *, program: str = "run_train.sh") -> JobConfig:
+def load_config(
+    argv: Sequence[str] | None = None,
+    *,
+    program: str = "run_train.sh",
+    model_config: Callable[[str, str], Any] | None = None,
+) -> JobConfig:
     """Reads the command line and the TOML file it names. ``--help`` prints every key and exits.
 
     Args:
         argv: arguments after the program's name; by default those of this process.
         program: name shown in the help page.
+        model_config: from name and flavor the model's configuration, whose fields the help page then lists.
 
     Raises:
         ConfigError: unknown name, wrong type, or a file that cannot be read; the message names the source,
@@ -49,7 +48,13 @@ def load_config(argv: Sequence[str] | None = None, *, program: str = "run_train.
     """
     argv = sys.argv[1:] if argv is None else argv
     if "-h" in argv or "--help" in argv:
-        _print_help(program)
+        from titan_moe.config.help import print_help, with_overrides
+
+        target = JobConfig
+        if model_config is not None:
+            model = load_config([word for word in argv if word not in ("-h", "--help")]).model
+            target = with_overrides(model_config(model.name, model.flavor), f"{model.name}_{model.flavor}")
+        print_help(target, program, _DESCRIPTION)
     given = _read_command_line(argv)
     config = JobConfig()
     path = given.get("job.config_file")
@@ -98,12 +103,6 @@ def to_toml(config: JobConfig) -> str:
     return "\n".join(lines)
 
 
-def _print_help(program: str) -> None:
-    import tyro
-
-    tyro.cli(JobConfig, args=["--help"], prog=program, description=_DESCRIPTION, use_underscores=True)
-
-
 def _read_command_line(argv: Sequence[str]) -> dict[str, Any]:
     """Option name to value, typed; the last of a repeated option counts."""
     legal = option_fields()
@@ -113,10 +112,12 @@ def _read_command_line(argv: Sequence[str]) -> dict[str, Any]:
         section, _, last = key.rpartition(".")
         positive = f"{section}.{last.removeprefix('no_')}"
         if key.startswith(f"{OVERRIDE}."):
-            given[key] = _literal(_single(name, words)) if words else True
+            # What the field is, bool or not, shows when the model reads it.
+            off = not words and last.startswith("no_")
+            given[positive if off else key] = _literal(_single(name, words)) if words else not off
         elif key in legal and key != OVERRIDE:
             given[key] = _parse(name, words, legal[key].type)
-        elif last.startswith("no_") and positive in legal and bool in _arms(legal[positive].type):
+        elif last.startswith("no_") and positive in legal and bool in arms(legal[positive].type):
             if words:
                 raise ConfigError(f"command line: --{name} takes no value, got {' '.join(words)!r}.")
             given[positive] = False
@@ -137,9 +138,9 @@ def read_options(target: Callable[..., Any], argv: Sequence[str], program: str) 
         ConfigError: unknown or missing option, or a value of the wrong type.
     """
     if "-h" in argv or "--help" in argv:
-        import tyro
+        from titan_moe.config.help import print_help
 
-        tyro.cli(target, args=["--help"], prog=program, use_underscores=True)
+        print_help(target, program)
     kinds = get_type_hints(target)
     parameters = inspect.signature(target).parameters
     given: dict[str, Any] = {}
@@ -147,9 +148,10 @@ def read_options(target: Callable[..., Any], argv: Sequence[str], program: str) 
         key = name.replace("-", "_")
         positive = key.removeprefix("no_")
         if key in parameters:
-            fits, given[key] = _convert(_parse(name, words, kinds[key]), kinds[key])
+            value = _parse(name, words, kinds[key])
+            fits, given[key] = convert(value, kinds[key])
             if not fits:
-                raise ConfigError(f"command line: --{name} {given[key]!r}: expected {_describe(kinds[key])}.")
+                raise refusal(f"command line: --{name}", value, kinds[key])
         elif positive in parameters and kinds[positive] is bool and not words:
             given[positive] = False
         else:
@@ -178,26 +180,26 @@ def _parse(name: str, words: list[str], kind: Any) -> Any:
     """The words after an option, as a value of its type; a word that does not fit is left for _assign to refuse."""
     if get_origin(kind) is list:
         return words
-    arms = _arms(kind)
-    if bool in arms:
+    kinds = arms(kind)
+    if bool in kinds:
         if not words:
             return True
         word = _single(name, words)
         if word.lower() in ("true", "false"):
             return word.lower() == "true"
-        if not (word == "None" and NoneType in arms):
+        if not (word == "None" and NoneType in kinds):
             section, dot, key = name.rpartition(".")
             raise ConfigError(
                 f"command line: --{name} takes no value, got {word!r}. Write --{name} or --{section}{dot}no_{key}."
             )
     if not words:
-        dashes = f" One that starts with -- is written --{name}=VALUE." if str in arms else ""
-        raise ConfigError(f"command line: --{name} needs a value: {_describe(kind)}.{dashes}")
+        dashes = f" One that starts with -- is written --{name}=VALUE." if str in kinds else ""
+        raise ConfigError(f"command line: --{name} needs a value: {describe(kind)}.{dashes}")
     word = _single(name, words)
-    if word == "None" and NoneType in arms:
+    if word == "None" and NoneType in kinds:
         return None
     for number in (int, float):
-        if number in arms:
+        if number in kinds:
             try:
                 return number(word)
             except ValueError:
@@ -276,12 +278,9 @@ def _assign(config: JobConfig, key: str, value: Any, source: str) -> None:
         raise ConfigError(f"{source}: unknown key {key}.{_suggest(key)}")
     else:
         kind = legal[key].type
-        fits, converted = _convert(value, kind)
+        fits, converted = convert(value, kind)
         if not fits:
-            choices = [choice for arm in _arms(kind) if get_origin(arm) is Literal for choice in get_args(arm)]
-            close = get_close_matches(str(value), choices, n=1)
-            near = f" Did you mean {close[0]!r}?" if close else ""
-            raise ConfigError(f"{source}: {key} = {value!r}: expected {_describe(kind)}.{near}")
+            raise refusal(f"{source}: {key}", value, kind)
         setattr(getattr(config, section), name, converted)
 
 
@@ -293,47 +292,6 @@ def _check_text(where: str, value: Any) -> None:
         raise ConfigError(f"{where} = {value!a}: not Unicode text; it holds half a character.") from None
     except (ValueError, RecursionError):  # too many digits to print
         raise ConfigError(f"{where}: a number with too many digits, or nested too deeply.") from None
-
-
-def _convert(value: Any, kind: Any) -> tuple[bool, Any]:
-    """Whether the value fits the annotation, and the value to store. An int fits a float; a bool fits no number."""
-    origin = get_origin(kind)
-    if origin in (Union, UnionType):
-        for arm in get_args(kind):
-            fits, converted = _convert(value, arm)
-            if fits:
-                return True, converted
-        return False, value
-    if origin is Literal:
-        return isinstance(value, str) and value in get_args(kind), value
-    if origin is list:
-        (item,) = get_args(kind)
-        return isinstance(value, list) and all(_convert(entry, item)[0] for entry in value), value
-    if origin is dict:
-        return isinstance(value, dict), value
-    if kind is float and type(value) is int:
-        try:
-            return True, float(value)
-        except OverflowError:
-            return False, value
-    return type(value) is kind, value
-
-
-def _arms(kind: Any) -> tuple[Any, ...]:
-    return get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
-
-
-def _describe(kind: Any) -> str:
-    origin = get_origin(kind)
-    if origin in (Union, UnionType):
-        return " or ".join(_describe(arm) for arm in get_args(kind))
-    if origin is Literal:
-        return "one of " + ", ".join(repr(choice) for choice in get_args(kind))
-    if origin is list:
-        return "a list of strings"
-    if origin is dict:
-        return "a table"
-    return _NAMES[kind]
 
 
 def _suggest(key: str, prefix: str = "") -> str:

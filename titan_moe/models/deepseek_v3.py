@@ -4,7 +4,7 @@ Multi-head latent attention, leading dense layers, one shared expert, sigmoid sc
 group-limited routing, multi-token prediction.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from titan_moe.models.spec import AttentionSpec, ModelConfig
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(kw_only=True)
 class DeepseekV3Config(ModelConfig):
-    """``head_dim`` and ``num_kv_heads`` follow from the fields below: leave them out."""
+    """``head_dim`` and ``num_kv_heads`` follow from the fields below, and cannot be given."""
 
     family: ClassVar[str] = "deepseek_v3"
     derived: ClassVar[dict[str, str]] = {
@@ -24,9 +24,9 @@ class DeepseekV3Config(ModelConfig):
         "head_dim": "qk_nope_head_dim and qk_rope_head_dim",
     }
 
-    num_kv_heads: int = 0
+    num_kv_heads: int = field(init=False)
     """Always num_heads: every head has keys and values of its own, made from the latent."""
-    head_dim: int = 0
+    head_dim: int = field(init=False)
     """Always qk_nope_head_dim + qk_rope_head_dim."""
     q_lora_rank: int | None = None
     """Dim of the query latent; None: queries come straight from the hidden state."""

@@ -104,7 +104,7 @@ class ModelConfig:
 
     family: ClassVar[str]
     derived: ClassVar[dict[str, str]] = {}
-    """Fields that follow from others, with the names of those: an override has to agree with them."""
+    """Fields that follow from others, with the names of those: not given, and an override has to agree."""
 
     vocab_size: int
     """Rows of the embedding."""
@@ -216,7 +216,8 @@ def override_config(config: ModelConfig, override: dict[str, Any]) -> ModelConfi
     moe = replace(
         config.moe, **{k: v for k, v in override.items() if k in of_moe and (k not in of_model or k == "dim")}
     )
-    changed = replace(config, moe=moe, **{k: v for k, v in override.items() if k in of_model})
+    own = {k: v for k, v in override.items() if k in of_model and k not in config.derived}
+    changed = replace(config, moe=moe, **own)
     for name, sources in config.derived.items():
         if override.get(name, getattr(changed, name)) != getattr(changed, name):
             raise ConfigError(

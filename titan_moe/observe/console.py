@@ -69,7 +69,7 @@ class Console:
             self.progress.stop()
 
 
-def step_parts(step: int, record: dict, peak_memory_share: float | None) -> list[Part]:
+def step_parts(step: int, record: dict, peak_memory_share: float) -> list[Part]:
     """The line of a training step, in torchtitan's order.
 
     Args:
@@ -82,13 +82,12 @@ def step_parts(step: int, record: dict, peak_memory_share: float | None) -> list
         value = record.get(key)
         return "n/a" if value is None else format(value, form)
 
-    share = "" if peak_memory_share is None else f"({peak_memory_share:.2%})"
     mfu = number("mfu", ".2f")
     parts = [
         (f"step: {step:2}  ", "red"),
         (f"loss: {number('loss', '7.4f')}  ", "green"),
         (f"grad_norm: {number('grad_norm', '7.4f')}  ", "yellow"),
-        (f"memory: {number('memory_gib', '5.2f')}GiB{share}  ", "bright_cyan"),
+        (f"memory: {number('memory_gib', '5.2f')}GiB({peak_memory_share:.2%})  ", "bright_cyan"),
         (f"tps: {number('tps', ',.0f')}  ", "blue"),
         (f"tflops: {number('tflops', ',.2f')}  ", "cyan"),
         (f"mfu: {mfu}" + ("" if mfu == "n/a" else "%"), "magenta"),

@@ -138,6 +138,7 @@ def _over_layers(layers: list[dict[str, Any]]) -> dict[str, float]:
         "dead_experts": sum(layer["dead_experts"] for layer in layers),
         "dropped": sum(layer["dropped"] for layer in layers) / len(layers),
         "aux_loss": sum(layer["aux_loss"] or 0.0 for layer in layers),
+        "z_loss": sum(layer["z_loss"] or 0.0 for layer in layers),
         "bias_min": min((layer["bias_min"] for layer in layers if layer["bias_min"] is not None), default=NAN),
         "bias_max": max((layer["bias_max"] for layer in layers if layer["bias_max"] is not None), default=NAN),
     }

@@ -39,7 +39,7 @@ def moe_records(moe: Mapping[str, Any], *, with_load: bool = True) -> list[dict[
     Returns:
         One object per MoE layer. ``max_over_mean`` is the busiest expert's tokens over the mean (1 is perfect, 0 when
         no token came); ``dead_experts`` got no token; ``dropped`` is a share of the routed assignments;
-        ``bias_min`` and ``bias_max`` are null without an expert bias.
+        the losses and ``bias_min`` and ``bias_max`` (0 without an expert bias) are null where not finite.
     """
     if not moe["names"]:
         return []
@@ -53,6 +53,7 @@ def moe_records(moe: Mapping[str, Any], *, with_load: bool = True) -> list[dict[
         "dead_experts": ((counts_LE == 0) & real_LE).sum(1),
         "dropped": moe["dropped_L"].double() / moe["routed_L"].clamp_min(1),
         "aux_loss": moe["aux_loss_L"],
+        "z_loss": moe["z_loss_L"],
         "bias_min": moe["bias_min_L"],
         "bias_max": moe["bias_max_L"],
     }
@@ -61,7 +62,7 @@ def moe_records(moe: Mapping[str, Any], *, with_load: bool = True) -> list[dict[
         {"layer": name, **dict(zip(columns, row, strict=True))} for name, row in zip(moe["names"], rows, strict=True)
     ]
     for record in records:
-        for key in ("aux_loss", "bias_min", "bias_max"):
+        for key in ("aux_loss", "z_loss", "bias_min", "bias_max"):
             if not abs(record[key]) < float("inf"):
                 record[key] = None
     if with_load:
@@ -150,6 +151,17 @@ class MetricsLogger:
         if self.active:
             self.console.message(text)
 
+    def explain_memory(self) -> None:
+        """Say what the memory in the lines to come is, and of what their share is."""
+        if not self.active:
+            return
+        total = f"{self._total_memory() / GIB:.2f} GiB"
+        if self.device.type == "cuda":
+            text = f"memory: the most reserved so far, of the {total} of {torch.cuda.get_device_name(self.device)}"
+        else:
+            text = f"memory: the most resident in this process so far, of this machine's {total} of RAM"
+        self.console.message(text)
+
     def log_step(self, step: int, metrics: Mapping[str, float], moe: Mapping[str, Any] | None = None) -> None:
         """Record a finished optimizer step.
 
@@ -170,8 +182,8 @@ class MetricsLogger:
         exact = {"step": step} | {key: value for key, value in values.items() if key not in TIMING_KEYS}
         tokens = values["tokens"]
         timing = self._throughput(tokens - self.last_tokens, now - self.last_time)
-        memory, memory_share = self._memory()
-        timing |= {"memory_gib": memory} | {key: value for key, value in values.items() if key in TIMING_KEYS}
+        memory = self._peak_memory()
+        timing |= {"memory_gib": memory / GIB} | {key: value for key, value in values.items() if key in TIMING_KEYS}
         # A function of the step alone, so that a resumed run writes what an uninterrupted one does.
         printed = step % self.log_freq == 0 or step in (1, self.total_steps)
         record = exact | timing
@@ -180,7 +192,7 @@ class MetricsLogger:
         self._write(record)
         if printed or step == self.first_step:
             average = self._throughput(tokens - self.printed_tokens, now - self.printed_time)
-            self.console.line(*step_parts(step, record | average, memory_share))
+            self.console.line(*step_parts(step, record | average, memory / self._total_memory()))
             self.printed_tokens, self.printed_time = tokens, now
             self._track(step, record | average, record.get("moe", []))
         self.console.advance(step)
@@ -242,14 +254,18 @@ class MetricsLogger:
                 mfu = 100 * tflops * 1e12 / self.peak_flops
         return {"tps": tps, "tflops": tflops, "mfu": mfu}
 
-    def _memory(self) -> tuple[float, float]:
-        """Peak memory in GiB and as a share: reserved on a GPU, else resident in this process."""
+    def _total_memory(self) -> int:
+        """Bytes that the device has."""
         if self.device.type == "cuda":
-            peak = torch.cuda.max_memory_reserved(self.device)
-            return peak / GIB, peak / torch.cuda.get_device_properties(self.device).total_memory
+            return torch.cuda.get_device_properties(self.device).total_memory
+        return sysconf("SC_PHYS_PAGES") * sysconf("SC_PAGE_SIZE")
+
+    def _peak_memory(self) -> int:
+        """Most bytes so far: reserved on a GPU, else resident in this process."""
+        if self.device.type == "cuda":
+            return torch.cuda.max_memory_reserved(self.device)
         # ru_maxrss is in KiB on Linux, in bytes on macOS.
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-        return peak / GIB, peak / (sysconf("SC_PHYS_PAGES") * sysconf("SC_PAGE_SIZE"))
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
     def _write(self, record: dict[str, Any]) -> None:
         try:

@@ -168,8 +168,12 @@ def _moe_section(history: History) -> str:
         cards.append(
             _card("Dropped", line_chart([curve("mean of layers", "dropped", "b")], "share dropped", zero=True))
         )
-    if np.nanmax(np.abs(steps["aux_loss"]), initial=0.0) > 0:
-        cards.append(_card("Balancing loss", line_chart([curve("sum of layers", "aux_loss", "d")], "auxiliary loss")))
+    for key, title, label in (
+        ("aux_loss", "Balancing loss", "auxiliary loss"),
+        ("z_loss", "Router z-loss", "auxiliary loss"),
+    ):
+        if np.nanmax(np.abs(steps[key]), initial=0.0) > 0:
+            cards.append(_card(title, line_chart([curve("sum of layers", key, "d")], label)))
     if steps.has("bias_max") and np.nanmax(np.abs(steps["bias_max"])) > 0:
         bias = [curve("greatest", "bias_max", "b"), curve("least", "bias_min", "a")]
         cards.append(_card("Selection bias", line_chart(bias, "expert bias")))
