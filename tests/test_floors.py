@@ -15,7 +15,7 @@ FLOORS = {
     3: ("parallelize", "fsdp_ep", "float8", "plugins", "optim", "checkpoint", "data", "observe"),
     2: ("models", "hf"),
     1: ("moe",),
-    0: ("kernels", "config", "errors", "distributed"),
+    0: ("kernels", "config", "errors", "distributed", "modules"),
 }
 FLOOR = {room: floor for floor, rooms in FLOORS.items() for room in rooms}
 # Rooms of one floor that may still know each other, in this direction.

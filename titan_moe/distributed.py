@@ -1,6 +1,7 @@
 """Process-group helpers that also work without a group, as in a single-process run."""
 
 import os
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -118,15 +119,16 @@ def broadcast_object(value: Any, group: dist.ProcessGroup | None = None) -> Any:
     return values[0]
 
 
-def local_box(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """``(offsets, sizes)`` of this rank's part within the full tensor.
+def local_box(tensor: DTensor, coordinate: Sequence[int] | None = None) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """``(offsets, sizes)`` of this rank's part within the full tensor, or of the rank at ``coordinate`` of its mesh.
 
     FSDP cuts what the other axes have left, though its axis comes first; DTensor says so with a strided shard.
     So the plain shards apply first and the strided ones last. torch's own offsets apply them in mesh order, and are
     wrong for strided shards of uneven size. An empty part lies at the end of its neighbours.
     """
     offsets, sizes = [0] * tensor.ndim, list(tensor.shape)
-    axes = list(zip(tensor.device_mesh.shape, tensor.device_mesh.get_coordinate(), tensor.placements, strict=True))
+    coordinate = tensor.device_mesh.get_coordinate() if coordinate is None else coordinate
+    axes = list(zip(tensor.device_mesh.shape, coordinate, tensor.placements, strict=True))
     for strided in (False, True):
         for parts, index, placement in axes:
             dim = getattr(placement, "dim", None)

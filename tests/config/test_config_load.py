@@ -121,6 +121,7 @@ def test_model_override_takes_any_field_and_literal(toml):
         ("[moe]\ncapacity_factor = 'big'\n", ["moe.capacity_factor = 'big'", "float"]),
         ("[plugins]\nuse = 'recompute'\n", ["plugins.use = 'recompute'", "list of strings"]),
         ("[plugins]\nuse = [1]\n", ["plugins.use = [1]", "list of strings"]),
+        ("[optimizer]\ngroups = ['**.norm']\n", ["optimizer.groups", "list of tables"]),
         ("[model]\noverride = 3\n", ["model.override = 3", "table"]),
         ("[training]\nsteps = " + "1" * 5000, ["too many digits"]),
         ("[training]\nsteps = 0x" + "1" * 5000, ["training.steps", "too many digits"]),
@@ -223,6 +224,7 @@ def test_resolved_configuration_reads_back_equal(toml, tmp_path: Path):
             *("--model.override.rope_scaling", "{'factor': 4.0, 'kind': 'yarn'}"),
         ]
     )
+    config.optimizer.groups = [{"pattern": "**.w1", "lr": 1e-3, "row_blocks": [2, 3]}, {"pattern": "x", "lr": 2.0}]
     again = load_config(["--job.config_file", toml(to_toml(config))])
     again.job.config_file = None
     assert again == config
@@ -282,7 +284,7 @@ def test_help_shows_every_key_with_text_and_default_and_without_torch():
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     blocks, fields = help_blocks(done.stdout), option_fields()
-    assert set(blocks) == set(fields) - {"model.override"}
+    assert set(blocks) == set(fields) - {"model.override", "optimizer.groups"}
     for key, (option, text) in blocks.items():
         help_text, default, _ = text.partition("(default:")
         assert len(help_text) > 8 and default, f"{key}: {text}"
@@ -291,7 +293,7 @@ def test_help_shows_every_key_with_text_and_default_and_without_torch():
     # Forms that the command line takes: no value for a switch, and words where there are none by default.
     assert blocks["moe.pad_to_capacity"][0].split("│")[0].split() == ["--moe.pad_to_capacity"]
     assert "(default: none)" in blocks["plugins.use"][1]
-    assert "--model.override.FIELD" in done.stdout
+    assert "--model.override.FIELD" in done.stdout and "[[optimizer.groups]]" in done.stdout
 
 
 @pytest.mark.parametrize(("family", "own"), [("deepseek_v3", "kv_lora_rank"), ("glm4_moe", "partial_rotary_factor")])

@@ -36,6 +36,8 @@ def test_the_defaults_are_valid_and_the_dump_folder_is_made(tmp_path):
         "--training.mixed_precision_param float16",
         "--training.dtype float64",
         "--lr_scheduler.decay_ratio 1",
+        "--training.dtype bfloat16 --optimizer.stochastic_rounding",
+        "--training.dtype bfloat16 --optimizer.store_param_remainders --optimizer.exp_avg_dtype float8",
     ],
 )
 def test_legal_settings_pass(tmp_path, options):
@@ -57,6 +59,19 @@ def test_legal_settings_pass(tmp_path, options):
         ("--optimizer.beta1 -0.1", ["optimizer.beta1 = -0.1"]),
         ("--optimizer.eps 0", ["optimizer.eps = 0.0"]),
         ("--optimizer.weight_decay -1", ["optimizer.weight_decay"]),
+        ("--optimizer.offload_fraction 1.5", ["optimizer.offload_fraction = 1.5", "between 0 and 1"]),
+        ("--optimizer.cpu_step_fraction -1", ["optimizer.cpu_step_fraction = -1.0"]),
+        ("--optimizer.qk_clip_threshold 0", ["qk_clip_threshold = 0.0", "greater than 0"]),
+        ("--optimizer.qk_clip_threshold 100 --compile.enable", ["qk_clip_threshold with compile.enable"]),
+        ("--optimizer.muon_momentum 1", ["optimizer.muon_momentum = 1.0"]),
+        ("--optimizer.muon_ns_steps 0", ["optimizer.muon_ns_steps = 0"]),
+        ("--optimizer.master_dtype float32", ["master_dtype = 'float32'", "training.dtype = 'bfloat16'"]),
+        ("--optimizer.store_param_remainders", ["store_param_remainders = True", "training.dtype = 'bfloat16'"]),
+        ("--optimizer.stochastic_rounding", ["stochastic_rounding", "nothing is stored"]),
+        (
+            "--training.dtype bfloat16 --optimizer.store_param_remainders --optimizer.master_dtype float32",
+            ["two masters"],
+        ),
         ("--lr_scheduler.warmup_steps -1", ["lr_scheduler.warmup_steps = -1"]),
         ("--lr_scheduler.decay_ratio 1.5", ["lr_scheduler.decay_ratio = 1.5", "between 0 and 1"]),
         ("--lr_scheduler.min_lr_factor 2", ["lr_scheduler.min_lr_factor = 2.0"]),

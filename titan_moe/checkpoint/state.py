@@ -83,13 +83,21 @@ def rank_key(rank: int, name: str) -> str:
 def new_optimizer_state(
     model: nn.Module, optimizer: torch.optim.Optimizer, saved: dict[str, TensorStorageMetadata]
 ) -> dict[nn.Parameter, dict[str, torch.Tensor]]:
-    """Empty optimizer state for exactly the entries that a checkpoint has; shapes and dtypes are checked later."""
+    """Empty optimizer state for the parameters that a checkpoint has some for; what it consists of is checked later.
+
+    An optimizer that stores state in its own ways says how with ``new_state(parameter)``; of any other, a state has
+    the entries of the checkpoint, each like the parameter.
+    """
     by_name = parameters(model)
     groups = {parameter: group for group in optimizer.param_groups for parameter in group["params"]}
     state: dict[nn.Parameter, dict[str, torch.Tensor]] = {}
     for key, entry in saved.items():
         name, _, moment = key.removeprefix("optim.").rpartition(".")
         if not key.startswith("optim.") or (parameter := by_name.get(name)) not in groups:
+            continue
+        if hasattr(optimizer, "new_state"):
+            if parameter not in state:
+                state[parameter] = optimizer.new_state(parameter)
             continue
         if moment == "step":
             on_device = groups[parameter].get("fused") or groups[parameter].get("capturable")

@@ -34,8 +34,8 @@ class Model:
 
 @dataclass
 class Optimizer:
-    name: Literal["AdamW"] = "AdamW"
-    """Optimizer."""
+    name: Literal["AdamW", "Muon"] = "AdamW"
+    """'Muon' updates matrices, except embeddings and the head, by Muon and the rest by AdamW."""
     lr: float = 8e-4
     """Peak learning rate, per optimizer step."""
     beta1: float = 0.9
@@ -48,6 +48,41 @@ class Optimizer:
     """Decoupled weight decay; not applied to one-dimensional parameters."""
     implementation: Literal["for-loop", "foreach", "fused"] = "fused"
     """How the update runs; the same maths."""
+    groups: list[dict[str, Any]] = field(default_factory=list)
+    """[[optimizer.groups]] tables: pattern (a parameter's name; * within one part, ** any parts), and of optimizer, lr,
+    weight_decay and row_blocks what differs. The first pattern that matches a parameter counts."""
+    exp_avg_dtype: Literal["float32", "bfloat16", "float16", "float8"] | None = None
+    """How AdamW's first moment and Muon's momentum are stored; None: in the precision of the update, at least float32.
+    float16 and float8 come with a scale for every 32 elements."""
+    exp_avg_sq_dtype: Literal["float32", "bfloat16", "float16", "float8"] | None = None
+    """How AdamW's second moment is stored."""
+    master_dtype: Literal["float32", "float16"] | None = None
+    """With training.dtype bfloat16: a copy of the parameters in this dtype, on which updates work; None: none."""
+    store_param_remainders: bool = False
+    """With training.dtype bfloat16: keep the 16 bits by which a parameter differs from its float32 master. As exact as
+    master_dtype float32, in 2 bytes instead of 4."""
+    main_grad_dtype: Literal["float32", "bfloat16"] | None = None
+    """How gradients are kept until the step; None: in the parameters' dtype."""
+    stochastic_rounding: bool = False
+    """Round what is stored in less than float32 up or down by chance instead of to nearest."""
+    offload_fraction: float = 0.0
+    """Share of the optimizer's state, in bytes, that is in host memory between steps."""
+    offload_bucket_mb: int = 256
+    """State that is moved at once, in MiB; two such buckets are on the device during a step."""
+    cpu_step_fraction: float = 0.0
+    """Share of AdamW's state that stays in host memory, where its parameters are updated."""
+    muon_momentum: float = 0.95
+    """Decay of Muon's momentum."""
+    muon_nesterov: bool = True
+    """Muon's update looks one step ahead."""
+    muon_ns_steps: int = 5
+    """Newton-Schulz iterations."""
+    muon_scale: Literal["match_rms", "spectral"] = "match_rms"
+    """Size of Muon's update: 'match_rms' as large as AdamW's, so that both share lr; 'spectral' sqrt(max(1, rows /
+    columns))."""
+    qk_clip_threshold: float | None = None
+    """Scale a head's query and key weights after a step in which its largest attention logit was beyond this; with
+    Muon this is MuonClip. Costs queries times keys once more."""
 
 
 @dataclass

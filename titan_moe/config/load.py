@@ -26,7 +26,7 @@ _DESCRIPTION = """Train a Mixture-of-Experts model.
 Values given here beat those of the TOML file (--job.config_file), which beat the defaults. A boolean is switched
 on by its bare name and off by its no_ form. --model.override.FIELD VALUE, or a key under [model.override], sets any
 field of the model's configuration, for example --model.override.num_experts 16. NGPU=n in the environment sets the
-number of processes."""
+number of processes. [[optimizer.groups]] tables, for parameters by name, stand in the TOML file alone."""
 
 
 def load_config(

@@ -84,4 +84,6 @@ def describe(hint: Any) -> str:
         return " or ".join(describe(arm) for arm in get_args(hint))
     if origin is Literal:
         return "one of " + ", ".join(repr(choice) for choice in get_args(hint))
+    if origin is list and get_origin(get_args(hint)[0]) is dict:
+        return "a list of tables, in a TOML file"
     return _NAMES[origin or hint]

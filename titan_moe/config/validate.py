@@ -8,6 +8,7 @@ from dataclasses import fields
 from typing import Any, NamedTuple
 
 from titan_moe.config.degrees import resolve_degrees
+from titan_moe.config.groups import group_rules
 from titan_moe.config.job import JobConfig
 from titan_moe.errors import ConfigError, nearest
 
@@ -23,6 +24,8 @@ _AT_LEAST = {
     "training.gc_freq": 1,
     "training.seed": 0,
     "optimizer.weight_decay": 0,
+    "optimizer.muon_ns_steps": 1,
+    "optimizer.offload_bucket_mb": 1,
     "lr_scheduler.warmup_steps": 0,
     "checkpoint.interval": 1,
     "checkpoint.keep_latest_k": 0,
@@ -46,6 +49,8 @@ _AT_MOST = {
     "parallelism.pipeline_parallel_microbatch_size": 2**20,
     "moe.pad_counts_to": 2**20,
     "checkpoint.timeout_seconds": 10**7,
+    "optimizer.muon_ns_steps": 100,
+    "optimizer.offload_bucket_mb": 2**20,
     "comm.init_timeout_seconds": 10**7,
     "comm.train_timeout_seconds": 10**7,
 }
@@ -53,8 +58,13 @@ _TOKENS_AT_MOST = 2**28
 _OVERRIDE_AT_MOST = {"num_layers": 10_000, "num_dense_layers": 10_000, "mtp_depth": 100, "num_experts": 100_000}
 _OTHER_OVERRIDES_AT_MOST = 2**31
 _POSITIVE = ("optimizer.lr", "optimizer.eps")
-_SHARES = ("lr_scheduler.decay_ratio", "lr_scheduler.min_lr_factor")
-_BETAS = ("optimizer.beta1", "optimizer.beta2")
+_SHARES = (
+    "lr_scheduler.decay_ratio",
+    "lr_scheduler.min_lr_factor",
+    "optimizer.offload_fraction",
+    "optimizer.cpu_step_fraction",
+)
+_BETAS = ("optimizer.beta1", "optimizer.beta2", "optimizer.muon_momentum")
 
 
 def validate(config: JobConfig, world_size: int = 1) -> None:
@@ -72,6 +82,7 @@ def validate(config: JobConfig, world_size: int = 1) -> None:
     _check_data(config)
     _check_checkpoint(config)
     _check_profiling(config)
+    _check_optimizer(config)
     degrees = resolve_degrees(config.parallelism, world_size)
     batch = resolve_batch(config, degrees.dp_replicate * degrees.dp_shard)
     tokens = batch.local * config.training.seq_len
@@ -297,6 +308,38 @@ def _check_profiling(config: JobConfig) -> None:
             raise ConfigError(
                 "profiling.enable_memory_snapshot = true needs a CUDA GPU, and there is none. Switch it off."
             )
+
+
+def _check_optimizer(config: JobConfig) -> None:
+    optimizer, dtype = config.optimizer, config.training.dtype
+    group_rules(optimizer)
+    if optimizer.qk_clip_threshold is not None:
+        if optimizer.qk_clip_threshold <= 0:
+            raise ConfigError(f"optimizer.qk_clip_threshold = {optimizer.qk_clip_threshold}: must be greater than 0.")
+        if config.compile.enable:
+            raise ConfigError(
+                "optimizer.qk_clip_threshold with compile.enable: logits are watched in Python, which compiled layers "
+                "leave out. Switch one of them off."
+            )
+    for key, unset in (("master_dtype", None), ("store_param_remainders", False)):
+        value = getattr(optimizer, key)
+        if value != unset and dtype != "bfloat16":
+            raise ConfigError(
+                f"optimizer.{key} = {value!r} keeps what bfloat16 parameters lack, and training.dtype = {dtype!r}. "
+                "Set training.dtype = 'bfloat16', or leave it out."
+            )
+    if optimizer.store_param_remainders and optimizer.master_dtype is not None:
+        raise ConfigError(
+            f"optimizer.store_param_remainders with optimizer.master_dtype = {optimizer.master_dtype!r}: two masters "
+            "for one parameter. Leave one of them out."
+        )
+    stored = (optimizer.exp_avg_dtype, optimizer.exp_avg_sq_dtype, optimizer.master_dtype)
+    own_dtype = dtype == "bfloat16" and not (optimizer.store_param_remainders or optimizer.master_dtype)
+    if optimizer.stochastic_rounding and not own_dtype and not any(kind not in (None, "float32") for kind in stored):
+        raise ConfigError(
+            "optimizer.stochastic_rounding: nothing is stored in less than float32. Choose exp_avg_dtype, "
+            "exp_avg_sq_dtype or training.dtype, or leave it out."
+        )
 
 
 def _need(module: str, key: str, extra: str) -> None:

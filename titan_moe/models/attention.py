@@ -5,7 +5,7 @@ Shapes: B sequences, S positions, H query heads, K dims of a query or key head, 
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -184,6 +184,13 @@ def mask_kind(attention: "Attention | LatentAttention") -> MaskKind:
     return attention.window, None if parallel is None else parallel.method
 
 
+class HeadRows(NamedTuple):
+    """How the rows of a parameter enter the logits: to scale head h's by f, scale row r by ``f ** powers_R[r]``."""
+
+    heads_R: Tensor
+    powers_R: Tensor
+
+
 class Attention(nn.Module):
     """Grouped-query attention with rotary positions.
 
@@ -232,6 +239,22 @@ class Attention(nn.Module):
         softmax = self.context_parallel or attend
         return self.o_proj(softmax(q, k, v, context.masks[mask_kind(self)], self.head_dim**-0.5, self.sinks))
 
+    def query_key_rows(self) -> dict[str, HeadRows] | None:
+        """Rows of parameters that a head's logits are linear in; None: a norm makes the logits independent of them.
+
+        A key head that serves several query heads is left alone, and the queries take the whole factor.
+        """
+        if self.q_norm is not None:
+            return None
+        K = self.head_dim
+        H, G = self.q_proj.weight.shape[0] // K, self.k_proj.weight.shape[0] // K
+        shares = {"q_proj": (H, 0.5), "k_proj": (G, 0.5)} if G == H else {"q_proj": (H, 1.0)}
+        return {
+            f"{projection}.{name}": HeadRows(torch.arange(heads).repeat_interleave(K), torch.full((heads * K,), power))
+            for projection, (heads, power) in shares.items()
+            for name, _ in getattr(self, projection).named_parameters()
+        }
+
 
 class LatentAttention(nn.Module):
     """Multi-head latent attention: keys and values from one low-rank latent (DeepSeek-V2, arXiv 2405.04434, 2.1)."""
@@ -279,3 +302,16 @@ class LatentAttention(nn.Module):
         k = torch.cat((k_nope, k_rope.expand(-1, -1, k_nope.shape[2], -1)), dim=-1)
         softmax = self.context_parallel or attend
         return self.o_proj(softmax(q, k, v, context.masks[mask_kind(self)], self.scale))
+
+    def query_key_rows(self) -> dict[str, HeadRows]:
+        """See ``Attention``. The rotary part of a key is shared by all heads and left alone."""
+        query = "q_proj" if hasattr(self, "q_proj") else "q_b_proj"
+        H = getattr(self, query).weight.shape[0] // (self.nope_dim + self.rope_dim)
+        rows = {}
+        for name, powers in (
+            (query, [0.5] * self.nope_dim + [1.0] * self.rope_dim),
+            ("kv_b_proj", [0.5] * self.nope_dim + [0.0] * self.v_dim),
+        ):
+            heads_R = torch.arange(H).repeat_interleave(len(powers))
+            rows[f"{name}.weight"] = HeadRows(heads_R, torch.tensor(powers).repeat(H))
+        return rows

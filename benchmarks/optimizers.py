@@ -1,0 +1,144 @@
+"""What optimizers cost and reach: the tables of docs/memory.md, section "Optimizers".
+
+    python benchmarks/optimizers.py bytes              bytes of state per parameter, formula and measured
+    python benchmarks/optimizers.py offload            time of a step, and bytes on the device, with state offload
+    python benchmarks/optimizers.py moments [--steps]  loss with bfloat16 moments beside float32's
+    python benchmarks/optimizers.py muon [--steps]     Muon beside AdamW, each at three learning rates
+
+The last two train ``train_configs/debug.toml`` one run after the other, on all threads of this process.
+"""
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from titan_moe import models
+from titan_moe.config import load_config
+from titan_moe.config.job import Optimizer
+from titan_moe.optim import build_optimizer
+from titan_moe.trainer import train
+
+CONFIG = Path(__file__).parents[1] / "train_configs" / "debug.toml"
+KINDS = {
+    "AdamW, float32": ({}, "float32", 4 + 4),
+    "AdamW, bfloat16 moments": ({"exp_avg_dtype": "bfloat16", "exp_avg_sq_dtype": "bfloat16"}, "float32", 2 + 2),
+    "AdamW, float16 moments": ({"exp_avg_dtype": "float16", "exp_avg_sq_dtype": "float16"}, "float32", 4 + 4 / 32),
+    "AdamW, float8 moments": ({"exp_avg_dtype": "float8", "exp_avg_sq_dtype": "float8"}, "float32", 2 + 4 / 32),
+    "AdamW, bfloat16 parameters, float32 masters": ({"master_dtype": "float32"}, "bfloat16", 4 + 4 + 4),
+    "AdamW, bfloat16 parameters, remainders, bfloat16 moments": (
+        {"store_param_remainders": True, "exp_avg_dtype": "bfloat16", "exp_avg_sq_dtype": "bfloat16"},
+        "bfloat16",
+        2 + 2 + 2,
+    ),
+    "Muon, float32": ({"name": "Muon"}, "float32", 4),
+    "Muon, bfloat16 momentum": ({"name": "Muon", "exp_avg_dtype": "bfloat16"}, "float32", 2),
+}
+
+
+def stepped(options: dict, dtype: str) -> tuple[torch.nn.Module, object]:
+    """The debug model after one step on random gradients."""
+    torch.manual_seed(0)
+    model = models.build("qwen3_moe", "debug").to(getattr(torch, dtype))
+    optimizer = build_optimizer(model, Optimizer(**options))
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    optimizer.step()
+    return model, optimizer
+
+
+def show_bytes() -> Table:
+    table = Table("optimizer", "bytes a parameter: formula", "measured, matrices", "measured, all")
+    for name, (options, dtype, formula) in KINDS.items():
+        model, optimizer = stepped(options, dtype)
+        # Embeddings and the head are not Muon's.
+        chosen = "Muon" if options.get("name") == "Muon" else "AdamW"
+        groups = [group for group in optimizer.param_groups if group["algorithm"] == chosen]
+        matrices = [p for group in groups for p in group["params"] if p.ndim > 1]
+        size = sum(v.nbytes for p in matrices for key, v in optimizer.state[p].items() if key != "step")
+        every = sum(optimizer.state_bytes()) / sum(p.numel() for p in model.parameters())
+        table.add_row(name, f"{formula:.3f}", f"{size / sum(p.numel() for p in matrices):.3f}", f"{every:.3f}")
+    return table
+
+
+def show_offload(repeats: int = 20) -> Table:
+    table = Table("optimizer", "state between steps, MB: device", "host", "ms a step")
+    for name in ("AdamW, float32", "AdamW, bfloat16 moments", "Muon, float32"):
+        options, dtype, _ = KINDS[name]
+        for where in ({}, {"offload_fraction": 1.0, "offload_bucket_mb": 4}, {"cpu_step_fraction": 1.0}):
+            _, optimizer = stepped(options | where, dtype)
+            seconds = []
+            for _ in range(repeats):
+                start = time.perf_counter()
+                optimizer.step()
+                seconds.append(time.perf_counter() - start)
+            label = f"{name}, " + (", ".join(f"{key} {value:g}" for key, value in where.items()) or "all on the device")
+            here, away = (f"{size / 1e6:.2f}" for size in optimizer.state_bytes())
+            table.add_row(label, here, away, f"{1e3 * statistics.median(seconds):.1f}")
+    return table
+
+
+def trained(steps: int, **options: object) -> tuple[list[float], float, float]:
+    """Losses by step, the last validation loss in nats per byte, and seconds, of one run of the debug configuration."""
+    with tempfile.TemporaryDirectory() as folder:
+        argv = ["--job.config_file", str(CONFIG), "--job.dump_folder", folder, "--training.steps", str(steps)]
+        argv += ["--checkpoint.no_enable", "--lr_scheduler.warmup_steps", str(steps // 20)]
+        argv += [word for key, value in options.items() for word in (f"--optimizer.{key}", str(value))]
+        start = time.perf_counter()
+        train(load_config(argv))
+        seconds = time.perf_counter() - start
+        lines = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
+    losses = [line["loss"] for line in lines if "loss" in line]
+    validation = [line["val_loss_per_byte"] for line in lines if "val_loss_per_byte" in line]
+    return losses, validation[-1], seconds
+
+
+def smooth(losses: list[float], window: int = 25) -> list[float]:
+    """Means of the last ``window`` losses: single batches differ by more than optimizers do."""
+    return [statistics.mean(losses[i - window : i]) for i in range(window, len(losses) + 1)]
+
+
+def show_moments(steps: int) -> Table:
+    table = Table("moments", "last validation loss", "largest distance of the smoothed loss", "s")
+    reference, validation, seconds = trained(steps)
+    table.add_row("float32", f"{validation:.4f}", "", f"{seconds:.0f}")
+    for kind in ("bfloat16", "float8"):
+        for options in ({}, {"stochastic_rounding": "true"}):
+            losses, validation, seconds = trained(steps, exp_avg_dtype=kind, exp_avg_sq_dtype=kind, **options)
+            apart = max(abs(a / b - 1) for a, b in zip(smooth(losses), smooth(reference), strict=True))
+            label = kind + (", by chance" if options else "")
+            table.add_row(label, f"{validation:.4f}", f"{100 * apart:.2f}%", f"{seconds:.0f}")
+    return table
+
+
+def show_muon(steps: int) -> Table:
+    table = Table("optimizer", "lr", "validation loss, nats a byte", "s")
+    for name, rates in (("AdamW", (1e-3, 2e-3, 4e-3)), ("Muon", (2e-3, 4e-3, 8e-3))):
+        for lr in rates:
+            _, validation, seconds = trained(steps, name=name, lr=lr)
+            table.add_row(name, f"{lr:g}", f"{validation:.4f}", f"{seconds:.0f}")
+    return table
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("table", choices=("bytes", "offload", "moments", "muon"))
+    parser.add_argument("--steps", type=int, default=500, help="optimizer steps of each training run")
+    args = parser.parse_args()
+    tables = {
+        "bytes": show_bytes,
+        "offload": show_offload,
+        "moments": lambda: show_moments(args.steps),
+        "muon": lambda: show_muon(args.steps),
+    }
+    Console(width=140).print(tables[args.table]())
+
+
+if __name__ == "__main__":
+    main()
