@@ -10,6 +10,7 @@ _LAZY = {
     "save_hf": "titan_moe.hf",
     "iter_hf_tensors": "titan_moe.hf",
     "build_meshes": "titan_moe.parallelize",
+    "Parallelism": "titan_moe.config.job",
 }
 _ROOMS = ("models", "moe", "parallelize")
 

@@ -9,12 +9,12 @@ from layouts import gradient_errors
 from torch import nn
 
 from titan_moe.config.job import Parallelism
-from titan_moe.distributed import rank
+from titan_moe.distributed import all_reduce_sum, rank
 from titan_moe.errors import ConfigError
 from titan_moe.models.loss import cross_entropy_sum
 from titan_moe.moe import MoE, MoEConfig
 from titan_moe.moe.balance import finish_step
-from titan_moe.parallelize import MoEAdapter, build_meshes, parallelize, swap_moe
+from titan_moe.parallelize import Experts, MoEAdapter, Router, VocabParallel, build_meshes, parallelize, swap_moe
 from titan_moe.parallelize.swap import Listed, transformers_adapter
 
 pytestmark = pytest.mark.slow
@@ -252,6 +252,68 @@ def test_fault_26_the_bias_keeps_its_value_place_and_kind(place, kind, bias):
     finish_step(net)
     assert torch.equal(net.state_dict()[f"blocks.0.{path}"], other.state_dict()[f"blocks.0.{path}"])
     assert net.state_dict()[f"blocks.0.{path}"].dtype == value.dtype
+
+
+class TheirModel(nn.Module):
+    def __init__(self, place):
+        super().__init__()
+        self.embed = nn.Embedding(30, 8)
+        self.net = TheirNet(place=place, bias=True)
+        self.head = nn.Linear(8, 30)
+
+    def forward(self, ids):
+        return self.head(self.net(self.embed(ids)))
+
+
+THEIR_PLAN = {
+    "embed": VocabParallel(),
+    "net.blocks.*.gate": Router(),
+    "net.blocks.*.experts": Experts(),
+    "head": VocabParallel(),
+}
+
+
+def their_batch(rows):
+    ids, labels = torch.randint(30, (2, 4, 7), generator=torch.Generator().manual_seed(1))
+    return ids[rows], labels[rows], labels.numel()
+
+
+def their_layout_errors(place, degrees):
+    """Gradients under a layout against those of the block as it was written, and the bias after the step."""
+    torch.manual_seed(0)
+    original = TheirModel(place).double()
+    adapter = _adapter(original.net.blocks[0].path, bias=True)
+    alone, model = (swap_moe(copy.deepcopy(original), adapter) for _ in range(2))
+    for module in (original, alone):
+        ids, labels, count = their_batch(slice(None))
+        (F.cross_entropy(module(ids).flatten(0, 1), labels.flatten(), reduction="sum") / count).backward()
+    finish_step(alone)
+    gradients = {name: p.grad for name, p in original.named_parameters() if ".experts." not in name}
+    for index, block in enumerate(original.net.blocks):
+        each = [[getattr(expert, name) for name in ("w1", "w3", "w2")] for expert in block.experts]
+        for part, key in (("weight", "w"), ("bias", "b")):
+            columns = zip(*each, strict=True)
+            gate, up, down = (torch.stack([getattr(linear, part).grad for linear in column]) for column in columns)
+            ours = f"net.blocks.{index}.experts.{key}"
+            gradients |= {f"{ours}1": torch.stack((gate, up), 1), f"{ours}2": down}
+    meshes = build_meshes(Parallelism(**degrees))
+    parallelize(model, meshes, THEIR_PLAN)
+    readers = meshes.dense["dp_shard"]
+    ids, labels, count = their_batch(slice(readers.get_local_rank(), None, readers.size()))
+    (cross_entropy_sum(model(ids), labels) / count).backward()
+    finish_step(model, all_reduce_sum)
+    buffers = dict(model.named_buffers())
+    biases = {name: buffer for name, buffer in alone.named_buffers() if name.endswith("bias_of_choice")}
+    assert len(biases) == 2 and all(torch.equal(buffers[name], bias) for name, bias in biases.items())
+    return gradient_errors(model, gradients)
+
+
+@pytest.mark.parametrize("place", ["gate", "block"])
+@pytest.mark.parametrize("ranks, tp, ep, etp", [(2, 1, 2, 1), (2, 2, 2, 1), (2, 2, 1, 2), (4, 2, 2, 1)])
+def test_their_block_under_a_layout_has_its_gradients(run_ranks, place, ranks, tp, ep, etp):
+    degrees = {"tensor_parallel_degree": tp, "expert_parallel_degree": ep, "expert_tensor_parallel_degree": etp}
+    for errors in run_ranks(ranks, their_layout_errors, place, degrees):
+        assert max(errors.values()) < 1e-10, errors
 
 
 @pytest.mark.parametrize(

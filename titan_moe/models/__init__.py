@@ -14,7 +14,13 @@ from titan_moe.models.spec import ModelConfig, override_config
 if TYPE_CHECKING:
     from titan_moe.models.base import Decoder
 
-_HOMES = {"Decoder": "base", "init_parameters": "init", "Losses": "loss", "token_losses": "loss"}
+_HOMES = {
+    "Decoder": "base",
+    "init_parameters": "init",
+    "Losses": "loss",
+    "cross_entropy_sum": "loss",
+    "token_losses": "loss",
+}
 
 __all__ = [
     "FAMILIES",
@@ -24,6 +30,7 @@ __all__ = [
     "ModelConfig",
     "build",
     "config",
+    "cross_entropy_sum",
     "from_config",
     "init_parameters",
     "token_losses",

@@ -280,16 +280,29 @@ class Router:
 class Attention:
     """An attention block: its own parameters, one per head as sinks are, follow their heads.
 
+    Each tp rank computes its own heads. A block that takes their number from the shape of its projections, as with
+    ``view(B, S, -1, head_dim)``, needs nothing; of any other, name the attributes that say how many there are.
+
     Under context parallelism each rank gives it its own tokens. A block with an attribute ``context_parallel`` is
     given what stands in for its attention; of any other ``scaled_dot_product_attention`` is caught in its forward.
 
     Args:
         cp: how sequences are shared over the cp axis, ``allgather`` or ``alltoall``; None: as configured.
+        heads: attributes of the block that count query or key-value heads; each becomes this rank's number.
     """
 
     cp: Literal["allgather", "alltoall"] | None = None
+    heads: tuple[str, ...] = ()
 
     def apply(self, name: str, module: nn.Module, context: ApplyContext) -> None:
+        for attribute in self.heads:
+            count = getattr(module, attribute, None)
+            if not isinstance(count, int) or count % context.tp_size:
+                raise ConfigError(
+                    f"Attention(heads=({attribute!r},)) on {name}: {attribute} is {count!r}, not a number of heads "
+                    f"that tensor_parallel_degree = {context.tp_size} divides."
+                )
+            setattr(module, attribute, count // context.tp_size)
         if context.tp_size > 1 and any(p is not None for p in module._parameters.values()):
             context.distribute(module, context.tp, **{name: [Shard(0)] for name in module._parameters})
 

@@ -8,6 +8,7 @@ they are stacked, into ``w1`` and ``w2`` where the list was.
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from operator import attrgetter
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -95,17 +96,29 @@ class MoEAdapter:
         return isinstance(module, self.block)
 
 
-def swap_moe(module: nn.Module, adapter: MoEAdapter) -> nn.Module:
+def swap_moe(module: nn.Module, adapter: MoEAdapter | Literal["auto"] = "auto") -> nn.Module:
     """Exchange every block in ``module`` that ``adapter`` describes for a titan_moe MoE layer, in place.
 
     Works on meta. Only the experts of a list are copied. The class of the new layer is a subclass of ``MoE``.
+
+    Args:
+        module: with MoE blocks somewhere in it, or one itself.
+        adapter: what they are; ``auto``: those of a transformers model.
 
     Returns:
         ``module``, or the new layer where ``module`` is such a block itself.
 
     Raises:
-        ConfigError: no such block, or one without a part that the adapter names, or of another shape.
+        ConfigError: no such block, or one without a part that the adapter names, or of another shape; with ``auto``,
+            a model of an unknown family, or with a setting that our layer cannot express.
     """
+    if adapter == "auto":
+        adapter = transformers_adapter(module)
+        if adapter is None:
+            raise ConfigError(
+                f"a {type(module).__name__} is no transformers model whose MoE blocks are known: "
+                f"{', '.join(_TRANSFORMERS)}. Describe them by a MoEAdapter."
+            )
     if adapter.matches(module):
         return _swapped(module, adapter, type(module).__name__)
     places = [
