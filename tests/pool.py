@@ -28,7 +28,7 @@ GRACE_SECONDS = 2.0
 context = multiprocessing.get_context("forkserver")
 # Dynamo is what the first optimizer of a process imports: half a second for each worker, if left to them.
 context.set_forkserver_preload(
-    ["pytest", "torch._dynamo", "torch.distributed.checkpoint", "titan_moe.fsdp_ep", "titan_moe.optim"]
+    ["pytest", "torch._dynamo", "torch.distributed.checkpoint", "titan_moe.parallelize.build", "titan_moe.optim"]
 )
 
 
@@ -137,6 +137,9 @@ def _work(connection: Connection, port: int) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
     faulthandler.register(signal.SIGUSR1)
     store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+    # The hundreds of thousands of objects that torch consists of are looked through once, not after every test.
+    caches = _caches()
+    gc.freeze()
     while True:
         try:
             path, run, rank, ranks, timeout, task = connection.recv()
@@ -144,14 +147,16 @@ def _work(connection: Connection, port: int) -> None:
             return
         sys.path[:] = path
         try:
-            answer = (True, pickle.dumps(_run(dist.PrefixStore(str(run), store), rank, ranks, timeout, task)))
+            answer = (True, pickle.dumps(_run(dist.PrefixStore(str(run), store), rank, ranks, timeout, task, caches)))
         except BaseException:
             # The group stays open until the pool kills this process, so that neighbours do not fail first.
             answer = (False, (time.monotonic(), traceback.format_exc()))
         connection.send(answer)
 
 
-def _run(store: dist.Store, rank: int, ranks: int, timeout: float, task: bytes) -> Any:
+def _run(
+    store: dist.Store, rank: int, ranks: int, timeout: float, task: bytes, caches: list[functools._lru_cache_wrapper]
+) -> Any:
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank))
     torch.manual_seed(0)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=timeout))
@@ -159,11 +164,11 @@ def _run(store: dist.Store, rank: int, ranks: int, timeout: float, task: bytes) 
     result = function(*args)
     dist.barrier()  # a rank that leaves early would close connections its neighbours still use
     dist.destroy_process_group()
-    _forget()
+    _forget(caches)
     return result
 
 
-def _forget() -> None:
+def _forget(caches: list[functools._lru_cache_wrapper]) -> None:
     """Drop what outlives a process group: DTensor's caches and cycles, which hold meshes.
 
     A gloo group that is held by a mesh keeps its threads, each of which wakes a hundred times a second.
@@ -172,7 +177,12 @@ def _forget() -> None:
 
     debug._clear_sharding_prop_cache()
     _redistribute.clear_redistribute_planner_cache()
-    for cache in gc.get_objects():
-        if isinstance(cache, functools._lru_cache_wrapper) and (cache.__module__ or "").startswith("torch.distributed"):
-            cache.cache_clear()
+    for cache in (*caches, *_caches()):
+        cache.cache_clear()
     gc.collect()
+
+
+def _caches() -> list[functools._lru_cache_wrapper]:
+    """Those of torch.distributed's functions, among the objects that are not frozen."""
+    found = [thing for thing in gc.get_objects() if type(thing) is functools._lru_cache_wrapper]
+    return [cache for cache in found if (cache.__module__ or "").startswith("torch.distributed")]

@@ -4,6 +4,7 @@ import copy
 import gc
 import weakref
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,9 +16,11 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from titan_moe import models
+from titan_moe.config.degrees import Degrees
 from titan_moe.config.job import Parallelism
+from titan_moe.errors import ConfigError
 from titan_moe.moe import MoE, Router
-from titan_moe.parallelize import Colwise, Experts, Rowwise, VocabParallel, build_meshes, parallelize
+from titan_moe.parallelize import Attention, Colwise, Experts, Rowwise, VocabParallel, build_meshes, parallelize
 from titan_moe.plugins.recompute import recompute_layers
 
 TP2_EP2 = {"tensor_parallel_degree": 2, "expert_parallel_degree": 2}
@@ -308,3 +311,33 @@ def collectives():
 def test_linears_with_one_input_share_a_gather(run_ranks):
     # Forward: gathers of attention's and head's input, scatters of embedding and attention; backward the reverse.
     assert run_ranks(2, collectives) == [(4, 4, 0)] * 2
+
+
+class CountedHeads(nn.Module):
+    def __init__(self, heads=4):
+        super().__init__()
+        self.n_heads, self.n_kv_heads = heads, 2
+
+
+def test_attention_counts_its_own_heads():
+    block, context = CountedHeads(), SimpleNamespace(tp_size=2, meshes=SimpleNamespace(degrees=Degrees(tp=2)))
+    Attention(heads=("n_heads", "n_kv_heads")).apply("block", block, context)
+    assert (block.n_heads, block.n_kv_heads) == (2, 1)
+
+
+@pytest.mark.parametrize(
+    "block, heads, text",
+    [
+        (
+            CountedHeads(3),
+            ("n_kv_heads", "n_heads"),
+            "n_heads is 3, not a number .* = 2 divides",
+        ),
+        (CountedHeads(), ("num_heads",), "num_heads is None"),
+    ],
+)
+def test_heads_that_cannot_be_shared_are_refused(block, heads, text):
+    with pytest.raises(ConfigError, match=text):
+        Attention(heads=heads).apply("block", block, SimpleNamespace(tp_size=2))
+    # As it was.
+    assert block.n_kv_heads == 2

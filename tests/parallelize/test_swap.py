@@ -339,6 +339,11 @@ def test_an_adapter_that_does_not_fit_is_refused(changes, text):
     assert all(isinstance(block, TheirMoE) for block in net.blocks)
 
 
+def test_a_model_of_no_known_family_needs_an_adapter():
+    with pytest.raises(ConfigError, match=r"a TheirNet is no transformers model .* qwen3_moe.*MoEAdapter"):
+        swap_moe(TheirNet())
+
+
 def test_a_block_by_itself():
     block = TheirMoE()
     layer = swap_moe(block, _adapter("gate.bias_of_choice"))

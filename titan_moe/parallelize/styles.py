@@ -295,13 +295,14 @@ class Attention:
     heads: tuple[str, ...] = ()
 
     def apply(self, name: str, module: nn.Module, context: ApplyContext) -> None:
-        for attribute in self.heads:
-            count = getattr(module, attribute, None)
+        counts = {attribute: getattr(module, attribute, None) for attribute in self.heads}
+        for attribute, count in counts.items():
             if not isinstance(count, int) or count % context.tp_size:
                 raise ConfigError(
                     f"Attention(heads=({attribute!r},)) on {name}: {attribute} is {count!r}, not a number of heads "
                     f"that tensor_parallel_degree = {context.tp_size} divides."
                 )
+        for attribute, count in counts.items():
             setattr(module, attribute, count // context.tp_size)
         if context.tp_size > 1 and any(p is not None for p in module._parameters.values()):
             context.distribute(module, context.tp, **{name: [Shard(0)] for name in module._parameters})
