@@ -242,6 +242,15 @@ def test_a_plan_that_does_not_fit_is_refused(run_ranks, plan, text):
         run_ranks(2, refused, plan)
 
 
+def no_experts():
+    parallelize(PlainNet(), _meshes(expert_parallel_degree=2), PLAN)
+
+
+def test_expert_parallelism_of_a_module_without_experts_is_refused(run_ranks):
+    with pytest.raises(RankFailure, match=r"expert_parallel_degree = 2 .* finds no experts in this PlainNet"):
+        run_ranks(2, no_experts)
+
+
 def too_many_ranks():
     parallelize(build_tiny("qwen3_moe", num_kv_heads=1), _meshes(tensor_parallel_degree=2))
 

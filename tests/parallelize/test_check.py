@@ -84,3 +84,10 @@ def test_a_moe_key_that_the_model_never_reads_is_refused(key, value, override, c
     with pytest.raises(ConfigError, match=rf"moe\.{key} = .*does nothing"):
         check_layout(job, models.config("qwen3_moe", "debug", **override), Degrees(), 1)
     check_layout(job, models.config("qwen3_moe", "debug", **cure), Degrees(), 1)
+
+
+@pytest.mark.parametrize("degrees", [Degrees(ep=2), Degrees(etp=2)])
+def test_expert_parallelism_without_experts_is_refused(degrees):
+    with pytest.raises(ConfigError, match=r"no experts: all 2 layers are dense \(num_dense_layers = 2\).*both to 1"):
+        check_model(_config("deepseek_v3", num_dense_layers=2, mtp_depth=0), degrees)
+    check_model(_config("deepseek_v3", num_dense_layers=2, mtp_depth=0), Degrees(tp=2))

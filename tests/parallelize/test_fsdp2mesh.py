@@ -1,11 +1,9 @@
 """FSDP on two meshes: experts over ``edp_shard``, the rest over ``dp_shard x cp``, each equal to one process."""
 
-from contextlib import ExitStack
-from unittest import mock
-
 import pytest
 import torch
 import torch.distributed as dist
+from collectives import recorded
 from folded_net import Net, batch, dp_rows, fill, fold, layout, loss_of, part_of, shard
 from torch.distributed.fsdp import FSDPModule
 
@@ -25,13 +23,6 @@ LAYOUTS = [
     {"dpr": 2, "tp": 2, "ep": 2, "etp": 2},
     {"dpr": 8, "ep": 8},
     {"dpr": 2, "tp": 4},
-]
-
-# Before and since torch 2.13, and which tensor argument is the rank's own part.
-COLLECTIVES = [
-    ("all_gather_into_tensor", "all_gather_single", "gather", 1),
-    ("reduce_scatter_tensor", "reduce_scatter_single", "scatter", 0),
-    ("all_reduce", "all_reduce", "reduce", 0),
 ]
 
 
@@ -78,24 +69,11 @@ def collectives(degrees):
     """What FSDP issued in one step, with the dense compute of each block between: ``(event, ranks, elements)``."""
     meshes = layout(**degrees)
     net = shard(fold(fill(Net()), meshes), meshes)
-    issued = []
-
-    def recorded(name, function, index):
-        def call(*args, group, **kwargs):
-            tensor = [*args, *(value for value in kwargs.values() if isinstance(value, torch.Tensor))][index]
-            issued.append((name, tuple(dist.get_process_group_ranks(group)), tensor.numel()))
-            return function(*args, group=group, **kwargs)
-
-        return call
-
-    for name, block in net.layers.items():
-        block.dense = computing(block.dense, name, issued)
     ids, labels = batch()
     rows = dp_rows(meshes)
-    with ExitStack() as patches:
-        for old, new, name, index in COLLECTIVES:
-            called = new if hasattr(dist, new) else old
-            patches.enter_context(mock.patch.object(dist, called, recorded(name, getattr(dist, called), index)))
+    with recorded() as issued:
+        for name, block in net.layers.items():
+            block.dense = computing(block.dense, name, issued)
         loss_of(net, ids[rows], labels[rows]).backward()
     block = net.layers["0"]
     elements = {

@@ -46,6 +46,8 @@ def test_repetition_and_groups(text, flat):
     "text, message",
     [
         ("Ex|tL", r"cannot read 'x' at position 1\. Letters are E, t, m, L and \|"),
+        ("Et*99999999999|L", "'\\*99999999999' at position 2 makes more than 100000 letters"),
+        ("(Et*999|)*999L", "'\\*999' at position 9 makes more than"),
         ("Et|tL*", "cannot read '\\*' at position 5"),
         ("*2E|L", "repeats nothing"),
         ("E(t|L", "a '\\(' is not closed"),

@@ -41,6 +41,14 @@ REFUSED = {
         },
         ["2 micro-batches are too few: DualPipeV with pipeline_parallel_degree 2 needs at least 4.", "to at most 1"],
     ),
+    "a schedule that does not exist, without a pipeline": (
+        {"pipeline_parallel_schedule": "1f1b"},
+        ["pipeline_parallel_schedule = '1f1b': unknown. Did you mean '1F1B'?"],
+    ),
+    "expert parallelism of a dense model": (
+        {"expert_parallel_degree": 8, "model.override": "num_dense_layers = 4\nmtp_depth = 0"},
+        ["expert_parallel_degree = 8", "all 4 layers are dense", "Set both to 1."],
+    ),
     "resharding under a pipeline": (
         {"pipeline_parallel_degree": 2, "fsdp_reshard_after_forward": "always"},
         ["fsdp_reshard_after_forward = 'always'", "Use 'default' or 'never'."],

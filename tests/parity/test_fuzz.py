@@ -5,9 +5,7 @@ from fuzzing import draw
 from layout_run import check
 from model_case import References
 
-pytestmark = pytest.mark.slow
-
-QUICK, SLOW = 2, 40
+QUICK, SLOW = 3, 40
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

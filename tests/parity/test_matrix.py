@@ -6,8 +6,6 @@ from layout_run import EXACT, check, relative
 from layout_table import MATRIX, QUICK
 from model_case import TINY, Case, batch_of, build_alone, gradients_alone
 
-pytestmark = pytest.mark.slow
-
 
 def _marks(name: str) -> tuple:
     return () if name in QUICK else (pytest.mark.slow,)

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from titan_moe.errors import ConfigError
 from titan_moe.fsdp_ep import apply_fsdp
 from titan_moe.models import ModelConfig
 from titan_moe.moe import Router
@@ -15,7 +16,7 @@ from titan_moe.parallelize.check import check_heads, check_model
 from titan_moe.parallelize.mesh import Meshes
 from titan_moe.parallelize.plan import Plan, match_plan
 from titan_moe.parallelize.plans import plan_for
-from titan_moe.parallelize.styles import ApplyContext
+from titan_moe.parallelize.styles import ApplyContext, Experts
 from titan_moe.parallelize.swap import swap_moe, transformers_adapter
 
 
@@ -55,8 +56,8 @@ def parallelize(
         ``module``.
 
     Raises:
-        ConfigError: the plan does not fit the module, a module does not fit its style, or a model of ours is too
-            small for the degrees.
+        ConfigError: the plan does not fit the module, a module does not fit its style, there are no experts for
+            expert parallelism, or a model of ours is too small for the degrees.
     """
     config = getattr(module, "config", None)
     if isinstance(config, ModelConfig):
@@ -69,6 +70,14 @@ def parallelize(
     context = ApplyContext(module, meshes, sequence_parallel, cp_method)
     # Before anything changes, so that a refusal leaves the module as it was.
     matched = match_plan(module, plan_for(module) if auto else plan, all_patterns=not auto)
+    d = meshes.degrees
+    # Stages of a pipeline may have no experts; that the whole model has some is checked before.
+    if d.ep * d.etp > 1 and d.pp == 1 and not any(isinstance(style, Experts) for _, style in matched.values()):
+        raise ConfigError(
+            f"expert_parallel_degree = {d.ep} x expert_tensor_parallel_degree = {d.etp}, but the plan finds no experts "
+            f"in this {type(module).__name__}. Exchange its MoE blocks by swap_moe and plan them as Experts, or set "
+            "both to 1."
+        )
     for name, (submodule, style) in matched.items():
         style.apply(name, submodule, context)
     for _, _, balance in balances(module):

@@ -11,7 +11,7 @@ from titan_moe.errors import ConfigError, nearest
 from titan_moe.models import ModelConfig
 from titan_moe.models import config as model_config_of
 from titan_moe.moe.config import MoEConfig
-from titan_moe.parallelize.stages import check_pipeline
+from titan_moe.parallelize.stages import check_pipeline, check_schedule
 
 Method = Literal["allgather", "alltoall"]
 METHODS: tuple[str, ...] = get_args(Method)
@@ -35,6 +35,12 @@ def check_model(config: ModelConfig, degrees: Degrees) -> None:
         shared_over_tp["shared_hidden_dim"] = moe.shared_hidden_dim
     for name, size in shared_over_tp.items():
         _check_size(name, size, "tensor_parallel_degree", degrees.tp)
+    if config.num_dense_layers >= config.num_layers and degrees.ep * degrees.etp > 1:
+        raise ConfigError(
+            f"parallelism.expert_parallel_degree = {degrees.ep} x expert_tensor_parallel_degree = {degrees.etp}, but "
+            f"the model has no experts: all {config.num_layers} layers are dense (num_dense_layers = "
+            f"{config.num_dense_layers}). Set both to 1."
+        )
     _check_size("hidden_dim", moe.hidden_dim, "expert_tensor_parallel_degree", degrees.etp)
     check_experts(moe.num_experts, degrees)
 
@@ -85,6 +91,7 @@ def check_layout(config: JobConfig, model_config: ModelConfig, degrees: Degrees,
             "not compile. Set compile.enable = False or tensor_parallel_degree = 1."
         )
     reshard_after_forward(parallelism)
+    check_schedule(parallelism.pipeline_parallel_schedule)
     _check_moe_keys(config.moe, model_config.moe)
     check_model(model_config, degrees)
     check_context(

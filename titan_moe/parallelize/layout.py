@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from titan_moe.errors import ConfigError
 
 _TOKEN = re.compile(r"\s*(?:(?P<letter>[EtmL|])|(?P<open>\()|(?P<close>\))|\*(?P<count>\d+))")
+# Far beyond any model: what is over it is a slip.
+_LONGEST = 100_000
 
 
 @dataclass(frozen=True)
@@ -28,7 +30,8 @@ def expand(text: str) -> str:
     """The layout without ``*`` and parentheses, such as ``"Ett|tt|L"``.
 
     Raises:
-        ConfigError: a character that is no layout letter, or parentheses or counts that do not fit.
+        ConfigError: a character that is no layout letter, parentheses or counts that do not fit, or a count far
+            beyond any model.
     """
     stack: list[list[str]] = [[]]
     at = 0
@@ -52,7 +55,12 @@ def expand(text: str) -> str:
         else:
             if not stack[-1]:
                 raise ConfigError(f"pipeline layout {text!r}: '*' at position {at} repeats nothing.")
-            stack[-1][-1] *= int(match["count"])
+            count = int(match["count"])
+            if len(stack[-1][-1]) * count > _LONGEST:
+                raise ConfigError(
+                    f"pipeline layout {text!r}: '*{count}' at position {at} makes more than {_LONGEST} letters."
+                )
+            stack[-1][-1] *= count
         at = match.end()
     if len(stack) > 1:
         raise ConfigError(f"pipeline layout {text!r}: a '(' is not closed.")

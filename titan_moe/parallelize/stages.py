@@ -30,6 +30,7 @@ def pipeline_stages(parallelism: Parallelism, model_config: ModelConfig) -> list
     """
     pp, vpp = parallelism.pipeline_parallel_degree, parallelism.virtual_pipeline_degree
     sizes = {"num_layers": model_config.num_layers, "mtp_depth": model_config.mtp_depth, "pp": pp, "vpp": vpp}
+    _check_degrees(pp, vpp)
     units = model_config.num_layers + model_config.mtp_depth + 1
     if pp * vpp > units:
         parts = f"{model_config.num_layers} layers, {model_config.mtp_depth} MTP layers and the head"
@@ -44,6 +45,16 @@ def pipeline_stages(parallelism: Parallelism, model_config: ModelConfig) -> list
         if stage == Stage(False, (), (), False):
             raise ConfigError(f"pipeline layout {text!r}: stage {index} is empty. Give it a layer.")
     return stages
+
+
+def check_schedule(name: str) -> None:
+    """Refuse a schedule that does not exist.
+
+    Raises:
+        ConfigError: naming the nearest one.
+    """
+    if name not in SCHEDULES:
+        raise ConfigError(f"pipeline_parallel_schedule = {name!r}: unknown.{nearest(name, SCHEDULES)}")
 
 
 def check_pipeline(
@@ -65,10 +76,8 @@ def check_pipeline(
     """
     pp, vpp = parallelism.pipeline_parallel_degree, parallelism.virtual_pipeline_degree
     schedule, size = parallelism.pipeline_parallel_schedule, parallelism.pipeline_parallel_microbatch_size
-    if schedule not in SCHEDULES:
-        raise ConfigError(f"pipeline_parallel_schedule = {schedule!r}: unknown.{nearest(schedule, SCHEDULES)}")
-    if vpp < 1:
-        raise ConfigError(f"virtual_pipeline_degree = {vpp}: must be at least 1.")
+    check_schedule(schedule)
+    _check_degrees(pp, vpp)
     if schedule in ONE_STAGE and vpp != 1:
         others = ", ".join(name for name in SCHEDULES if name not in ONE_STAGE + V_SHAPED)
         raise ConfigError(
@@ -98,6 +107,12 @@ def check_pipeline(
         )
     _check_micro_batches(schedule, pp, local_batch // size, local_batch)
     return stages
+
+
+def _check_degrees(pp: int, vpp: int) -> None:
+    for name, value in (("pipeline_parallel_degree", pp), ("virtual_pipeline_degree", vpp)):
+        if value < 1:
+            raise ConfigError(f"{name} = {value}: must be at least 1.")
 
 
 def _check_single_use(schedule: str, model_config: ModelConfig, stages: list[Stage]) -> None:

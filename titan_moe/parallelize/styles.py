@@ -337,7 +337,8 @@ class Experts:
         layer = context.root.get_submodule(name.rpartition(".")[0])
         if not isinstance(layer, MoE):
             raise ConfigError(
-                f"Experts on {name}: they belong to a {type(layer).__name__}, not to a titan_moe.moe.MoE."
+                f"Experts on {name}: they belong to a {type(layer).__name__}, not to a titan_moe.moe.MoE. Exchange it "
+                "by swap_moe first."
             )
         degrees = context.meshes.degrees
         if degrees.ep * degrees.etp > 1:
