@@ -140,9 +140,6 @@ def test_fused_gate_and_up_weights_are_not_cut_by_etp(run_ranks):
     assert run_ranks(2, fused_etp) == [True, True]
 
 
-# -- a block of somebody else's --
-
-
 class Expert(nn.Module):
     def __init__(self, bias):
         super().__init__()

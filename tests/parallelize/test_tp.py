@@ -90,9 +90,6 @@ def test_tp_under_hsdp(run_ranks, family):
     assert_equal_to_one_process(run_ranks(8, compare, family, HSDP, 4, 6))
 
 
-# -- faults that other systems had --
-
-
 def replicated_after_steps(degrees, steps):
     """Local parts of all parameters that several tp ranks hold whole, after some steps."""
     meshes = build_meshes(Parallelism(**degrees))
