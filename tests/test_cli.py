@@ -16,7 +16,7 @@ from titan_moe.launch import process_count
 
 # Takes the trainer's place in every process that starts with it on its path.
 STAND_IN = """
-import os, signal, sys, time, types
+import atexit, os, signal, sys, time, types
 
 def train(config):
     rank, mode = int(os.environ.get("RANK", 0)), config.job.description
@@ -25,6 +25,15 @@ def train(config):
         if rank == int(os.environ["WORLD_SIZE"]) - 1:
             raise DataError("line 3 of x.jsonl is broken")
         time.sleep(0.2)
+        raise ConnectionError("closed by peer")
+    if mode == "lingers":
+        from titan_moe.errors import ConfigError
+        marker = config.job.dump_folder + "/left"
+        if rank == 0:
+            atexit.register(lambda: (open(marker, "w").close(), time.sleep(60)))
+            raise ConfigError("too many of them")
+        while not os.path.exists(marker):
+            time.sleep(0.02)
         raise ConnectionError("closed by peer")
     if mode == "killed" and rank == int(os.environ["WORLD_SIZE"]) - 1:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -237,6 +246,7 @@ def test_no_rank_outlives_a_launcher_that_was_killed(start, ngpu):
         (1, "killed", 137, "titan-moe: error: Signal 9 (SIGKILL)"),
         (1, "error", 1, "titan-moe: error: line 3 of x.jsonl is broken"),
         (2, "error", 1, "titan-moe: error: rank 1: line 3 of x.jsonl is broken"),
+        (2, "lingers", 2, "titan-moe: error: rank 0: too many of them"),
         (2, "killed", 137, "titan-moe: error: rank 1: Signal 9 (SIGKILL)"),
     ],
 )

@@ -87,14 +87,17 @@ def _torchrun(argv: Sequence[str], processes: int, config: JobConfig) -> int:
     except ChildFailedError as error:
         rank, failure = min(error.failures.items(), key=lambda item: _failed_at(item[1]))
         message = failure.message
+        code = failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
         if isinstance(message, dict):
+            # The rank may have been stopped on its way out, when a peer that lost it had left already.
+            code = message["extraInfo"].get("exit_code", code)
             message = message["message"]
         elif failure.exitcode == 130:
             message = "interrupted before training began"
         elif failure.exitcode > 0:
             message = f"exit code {failure.exitcode}; its own message is above"
         print_error(message, rank if processes > 1 else None)
-        return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
+        return code
     except KeyboardInterrupt:
         return 130
     return 0

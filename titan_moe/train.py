@@ -41,6 +41,7 @@ def _recorded(show_traceback: bool) -> Iterator[None]:
         if path is not None:
             now = time.time()
             details = {"py_callstack": traceback.format_exc(), "timestamp": str(int(now)), "time": now}
+            details["exit_code"] = exit_code(error)
             with open(path, "w") as file:
                 json.dump({"message": {"message": describe(error), "extraInfo": details}}, file)
             if LAUNCHED in os.environ and isinstance(error, ValueError | OSError) and not show_traceback:

@@ -211,7 +211,7 @@ def save_onto_a_full_disk(folder, full_rank):
     if not dist.is_initialized() or dist.get_rank() == full_rank:
         resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
     try:
-        with pytest.raises(CheckpointError, match="step-2"):
+        with pytest.raises(CheckpointError, match=r"step-2.*: File too large$"):
             # Every rank writes as much, whichever the planner gives the shared tensor to.
             tensors = {"noise": torch.zeros(40_000)}
             checkpointer.save(2, model, optimizer, rank_tensors=tensors)

@@ -117,10 +117,15 @@ class _Checked(io.RawIOBase):
         super().__init__()
         self._file = file
         self.size = self.crc = 0
+        self.failure: OSError | None = None
 
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
-        self._file.write(view)
+        try:
+            self._file.write(view)
+        except OSError as error:
+            self.failure = error
+            raise
         self.size += view.nbytes
         self.crc = zlib.crc32(view, self.crc)
         return view.nbytes
@@ -146,7 +151,11 @@ class _CheckedFiles(FileSystem):
     def create_stream(self, path: Path, mode: str) -> Iterator[io.RawIOBase]:
         with super().create_stream(path, mode) as file:
             checked = _Checked(file)
-            yield checked
+            try:
+                yield checked
+            except RuntimeError as error:
+                # torch's zip writer hides why it could not go on.
+                raise checked.failure or error from error
         self.entries[path.name] = checked.size, checked.crc
 
     def rename(self, path: Path, new_path: Path) -> None:
@@ -305,4 +314,6 @@ class _Reader(dcp.FileSystemReader):
 def _first_failure(error: CheckpointException) -> str:
     failed, (cause, _) = min(error.failures.items(), key=lambda item: item[0])
     where = f"rank {failed}: " if world_size() > 1 else ""
+    if isinstance(cause, OSError) and cause.strerror:
+        return where + cause.strerror
     return where + (str(cause) if isinstance(cause, CheckpointError) else f"{type(cause).__name__}: {cause}")

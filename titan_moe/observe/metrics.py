@@ -4,7 +4,7 @@ import resource
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from importlib.util import find_spec
 from os import sysconf
@@ -272,6 +272,9 @@ class MetricsLogger:
             self.jsonl.write(encode(record))
             self.jsonl.flush()
         except OSError as error:
+            # What is still in its buffer would fail again when the run closes the file.
+            with suppress(OSError):
+                self.jsonl.close()
             raise TrainingError(
                 f"step {record['step']}: {self.path} cannot be written ({error.strerror}). "
                 "Free space there and resume from the last checkpoint."
