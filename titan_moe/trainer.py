@@ -293,6 +293,8 @@ class Trainer:
             return
         if self.config.checkpoint.last_save_in_hf:
             save_hf(self.model, Path(folder) / "hf")
+            if dist.rank() == 0:
+                self.tokenizer.save(Path(folder) / "hf")
         self.logger.message(f"done: {self.step_done} steps; metrics, config and checkpoints are in {folder}")
 
     def _on_signal(self, number: int, frame) -> None:

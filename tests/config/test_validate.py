@@ -91,6 +91,7 @@ def test_legal_settings_pass(tmp_path, options):
         ("--training.local_batch_size 9999999999999", ["local_batch_size = 9999999999999", "at most 1048576"]),
         ("--training.local_batch_size 1048576", ["2147483648 tokens", "at most 268435456"]),
         (f"--training.global_batch_size {10**23}", ["global_batch_size", "at most 16777216"]),
+        ("--training.num_workers -1", ["training.num_workers = -1", "at least 0"]),
         ("--training.num_workers 100000", ["num_workers = 100000", "at most 1024"]),
         ("--model.override.num_layers 9999999", ["num_layers = 9999999", "at most 10000"]),
         (f"--model.override.dim {10**12}", ["model.override.dim", "at most 2147483648"]),

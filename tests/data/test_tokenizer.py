@@ -41,6 +41,14 @@ def test_round_trip_and_token_bytes_add_up_to_the_text(tokenizer, text):
     assert tokenizer.decode([*ids, tokenizer.eos_id]) == text
 
 
+def test_a_saved_tokenizer_is_the_same_one(tokenizer, tmp_path):
+    tokenizer.save(tmp_path)
+    if tokenizer.identity == "bytes":
+        assert not list(tmp_path.iterdir())
+    else:
+        assert build_tokenizer(str(tmp_path)).identity == tokenizer.identity
+
+
 def test_encode_batch_is_encode_of_each(tokenizer):
     for text, ids in zip(TEXTS, tokenizer.encode_batch(TEXTS), strict=True):
         assert ids.tolist() == tokenizer.encode(text)

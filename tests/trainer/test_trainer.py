@@ -10,6 +10,7 @@ import torch
 
 from titan_moe import trainer as trainer_module
 from titan_moe.config import from_dict
+from titan_moe.data import build_tokenizer, train_tokenizer
 from titan_moe.errors import CheckpointError, ConfigError, TrainingError
 from titan_moe.observe import TIMING_KEYS
 from titan_moe.parallelize import build
@@ -311,3 +312,20 @@ def test_mtp_loss_is_reported_and_trained(corpus, tmp_path):
     after = dict(trainer.model.named_parameters())
     assert before and all(not torch.equal(after[name], value) for name, value in before.items())
     assert all(0 < record["mtp_loss"] < 8 for record in records(tmp_path))
+
+
+def test_an_exported_run_starts_another_as_its_checkpoint_does(corpus, tmp_path):
+    """The weights pass through Hugging Face names and files unchanged; optimizer and data start anew in both."""
+    folder = tmp_path / "tokenizer"
+    train_tokenizer(dataset="text", dataset_path=str(corpus), vocab_size=260, output=str(folder))
+    bpe = {"model": {"tokenizer": str(folder)}, "moe": {}}
+    saving = {"enable": True, "last_save_in_hf": True}
+    train(config(corpus, tmp_path / "first", bpe | {"checkpoint": saving}, expert_bias=False))
+    assert build_tokenizer(str(tmp_path / "first" / "hf")).identity == build_tokenizer(str(folder)).identity
+    for name, section in (
+        ("of_hf", {"initial_load_path": str(tmp_path / "first" / "hf"), "initial_load_in_hf": True}),
+        ("of_own", {"initial_load_path": str(tmp_path / "first" / "checkpoint")}),
+    ):
+        train(config(corpus, tmp_path / name, bpe | {"checkpoint": {"enable": True} | section}, expert_bias=False))
+    assert exact(tmp_path / "of_hf") == exact(tmp_path / "of_own")
+    assert exact(tmp_path / "of_hf")[0]["loss"] < exact(tmp_path / "first")[0]["loss"] - 0.1

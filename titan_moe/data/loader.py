@@ -22,12 +22,12 @@ import numpy as np
 import torch
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from titan_moe.config import JobConfig, resolve_batch
+from titan_moe.config import JobConfig, resolve_batch, resolved_seed
 from titan_moe.data.corpus import Corpus, open_corpus
 from titan_moe.data.packing import PADDING_SAMPLE, PackedDataset
 from titan_moe.data.sources import open_source
 from titan_moe.data.tokenizer import Tokenizer
-from titan_moe.errors import ConfigError, DataError
+from titan_moe.errors import DataError
 
 VALIDATION_SEED = 0
 
@@ -262,6 +262,7 @@ def build_loader(
     nothing out. Ranks may call this at once; no collective is involved.
 
     Args:
+        config: the run's, validated.
         start_sample: samples already seen over all ranks (training).
 
     Raises:
@@ -269,15 +270,10 @@ def build_loader(
         DataError: a dataset that is missing, broken, empty or too short.
     """
     training, validation = config.training, config.validation
-    seed = training.seed if config.debug.seed is None else config.debug.seed
-    if training.seq_len < 1:
-        raise ConfigError(f"training.seq_len = {training.seq_len} must be at least 1.")
-    if training.num_workers < 0:
-        raise ConfigError(f"training.num_workers = {training.num_workers} must be 0 or more.")
     batch = resolve_batch(config, dp_size)
     corpus = _open_split(config, tokenizer, split, report=dp_rank == 0)
     if split == "train":
-        dataset = PackedDataset(corpus, training.seq_len, seed, training.document_mask)
+        dataset = PackedDataset(corpus, training.seq_len, resolved_seed(config), training.document_mask)
         return Loader(
             dataset,
             local_batch_size=batch.local,
@@ -287,8 +283,6 @@ def build_loader(
             start_sample=start_sample,
             num_workers=training.num_workers,
         )
-    if validation.steps != -1 and validation.steps < 1:
-        raise ConfigError(f"validation.steps = {validation.steps} must be at least 1, or -1 for all batches.")
     # One order for every seed, shuffled all the same: a few batches are a fair sample of the held-out text.
     dataset = PackedDataset(corpus, training.seq_len, VALIDATION_SEED, training.document_mask)
     return Loader(
@@ -315,8 +309,6 @@ def _open_split(config: JobConfig, tokenizer: Tokenizer, split: str, report: boo
         if split == "validation" and not shared:
             source, section = other, "validation"
     held_out = shared and wanted
-    if held_out and not 0 < validation.fraction < 1:
-        raise ConfigError(f"validation.fraction = {validation.fraction} must be above 0 and below 1.")
     corpora = open_corpus(
         source,
         tokenizer,

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import shutil
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -50,6 +51,9 @@ class ByteTokenizer:
         """UTF-8 bytes each token stands for, int64 ``[vocab_size]``; eos counts 0."""
         return torch.tensor([1] * 256 + [0])
 
+    def save(self, folder: Path) -> None:
+        """Writes nothing: this tokenizer has no file."""
+
 
 class FileTokenizer:
     """A ``tokenizer.json``, run by the ``tokenizers`` library.
@@ -81,6 +85,7 @@ class FileTokenizer:
             self._backend = Backend.from_str(content)
         except Exception as error:  # the library raises plain Exception
             raise DataError(f"{file} is not a readable tokenizer.json: {' '.join(str(error).split())}") from error
+        self._files = [path for path in (file, file.with_name("tokenizer_config.json")) if path.is_file()]
         self._backend.no_truncation()
         self._backend.no_padding()
         self._state = json.loads(content)
@@ -144,6 +149,11 @@ class FileTokenizer:
                 lengths[index] = len(token.replace("▁", " ").encode("utf-8"))
         lengths[self.eos_id] = 0
         return torch.from_numpy(lengths)
+
+    def save(self, folder: Path) -> None:
+        """Copies the tokenizer's files, as a Hugging Face folder holds them."""
+        for file in self._files:
+            shutil.copyfile(file, folder / file.name)
 
 
 Tokenizer = ByteTokenizer | FileTokenizer

@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
-from importlib.util import find_spec
 from os import sysconf
 from pathlib import Path
 from typing import Any, Self, TextIO
@@ -89,7 +88,7 @@ class MetricsLogger:
         file: where console lines go; standard output by default.
 
     Raises:
-        ConfigError: when the dump folder cannot be written, or wandb is asked for and missing.
+        ConfigError: when the dump folder cannot be written.
     """
 
     def __init__(
@@ -106,12 +105,6 @@ class MetricsLogger:
         clock: Callable[[], float] = time.perf_counter,
         file: TextIO | None = None,
     ):
-        # Checked on every rank, so that no rank is left waiting for one that failed.
-        if config.metrics.enable_wandb and find_spec("wandb") is None:
-            raise ConfigError(
-                "metrics.enable_wandb = true needs the wandb package. Install the extra, "
-                "pip install 'titan_moe[wandb]', or switch it off."
-            )
         self.active = rank == 0
         if not self.active:
             return
