@@ -196,7 +196,7 @@ def test_grouped_layer_never_asks_the_host(name, dtype):
         assert all(p.grad is not None for p in layer.parameters())
 
 
-@pytest.mark.parametrize("name", ["softmax_post", "gpt_oss"])
+@pytest.mark.parametrize("name", ["softmax_post", "gpt_oss", "capacity_padded"])
 def test_compiled_layer_equals_eager(name):
     layer = build(torch.float32, **CASES[name])
     x, dy = data(dtype=torch.float32)
