@@ -30,7 +30,7 @@ from titan_moe.config import (
 )
 from titan_moe.data import build_loader, build_tokenizer
 from titan_moe.errors import CheckpointError, ConfigError, TrainingError
-from titan_moe.hf import load_hf_weights, save_hf
+from titan_moe.hf import attach_origin, export_dtype, load_hf_weights, save_hf
 from titan_moe.hf.config import config_to_hf
 from titan_moe.models.loss import IGNORE
 from titan_moe.observe import MetricsLogger, Profiler, flops_per_token
@@ -134,13 +134,6 @@ class Trainer:
         if self.config.checkpoint.last_save_in_hf:
             # Refuses what transformers cannot express now, not after the last step.
             config_to_hf(self.model_config, {}, self.model_config.mtp_depth, getattr(torch, self.dtype))
-        if self.config.parallelism.pipeline_parallel_degree > 1:
-            for key in ("last_save_in_hf", "initial_load_in_hf"):
-                if getattr(self.config.checkpoint, key):
-                    raise ConfigError(
-                        f"checkpoint.{key} with pipeline_parallel_degree > 1 is not possible yet. Convert a checkpoint "
-                        "in a run without a pipeline: checkpoints load under any layout."
-                    )
         needed, has = self.tokenizer.vocab_size, self.model_config.vocab_size
         if needed > has:
             raise ConfigError(
@@ -202,8 +195,10 @@ class Trainer:
                 self.loader.load_state_dict(extra["loader"])
             if "rng" not in anew:
                 restore_rng(loaded.rank_tensors)
+            if config.initial_load_in_hf and config.last_save_in_hf:
+                attach_origin(self.runner.modules, config.initial_load_path)
         elif config.initial_load_path and config.initial_load_in_hf:
-            load_hf_weights(self.model, config.initial_load_path)
+            load_hf_weights(self.runner.modules, config.initial_load_path)
         elif config.initial_load_path:
             load_weights(self.model, config.initial_load_path)
 
@@ -292,7 +287,7 @@ class Trainer:
             self.logger.message(f"stopped by {name} after step {self.step_done}; {saved}")
             return
         if self.config.checkpoint.last_save_in_hf:
-            save_hf(self.model, Path(folder) / "hf")
+            save_hf(self.runner.modules, Path(folder) / "hf", export_dtype(self.config.checkpoint.export_dtype))
             if dist.rank() == 0:
                 self.tokenizer.save(Path(folder) / "hf")
         self.logger.message(f"done: {self.step_done} steps; metrics, config and checkpoints are in {folder}")

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 import titan_moe
 from titan_moe import models
 from titan_moe.errors import CheckpointError, ConfigError, TrainingError
-from titan_moe.hf import load_hf_weights, save
+from titan_moe.hf import folder, load_hf_weights
 
 TOKENS = torch.arange(32).view(2, 16)
 
@@ -85,15 +85,14 @@ def test_an_export_that_cannot_take_its_name_puts_the_earlier_one_back(qwen, tmp
             raise OSError(5, os.strerror(5))
         rename(source, target)
 
-    monkeypatch.setattr(save.os, "rename", refuse)
+    monkeypatch.setattr(folder.os, "rename", refuse)
     with pytest.raises(CheckpointError, match="nothing there was changed: Input/output error"):
         titan_moe.save_hf(ours, tmp_path / "out")
     assert equal(tensors_of(tmp_path / "out"), tensors_of(qwen))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "qwen"]
 
 
-def full_disk(tensors, file, metadata):
-    file.write_bytes(b"half")
+def full_disk(file, name, tensor):
     raise OSError(28, os.strerror(28))
 
 
@@ -103,7 +102,7 @@ def test_a_full_disk_is_one_line_and_leaves_the_earlier_export(qwen, tmp_path, m
     before = tensors_of(tmp_path / "out")
     with torch.no_grad():
         ours.norm.weight.fill_(3)
-    monkeypatch.setattr(save, "save_file", full_disk)
+    monkeypatch.setattr(folder.ShardFile, "write", full_disk)
     with pytest.raises(CheckpointError, match="nothing there was changed: No space left on device") as error:
         titan_moe.save_hf(ours, tmp_path / "out")
     assert "\n" not in str(error.value)
@@ -114,7 +113,7 @@ def test_a_full_disk_is_one_line_and_leaves_the_earlier_export(qwen, tmp_path, m
 def test_too_little_space_is_seen_before_writing(qwen, tmp_path, monkeypatch):
     ours = titan_moe.load_hf(qwen)
     usage = shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(save.shutil, "disk_usage", lambda path: usage._replace(free=1000))
+    monkeypatch.setattr(folder.shutil, "disk_usage", lambda path: usage._replace(free=1000))
     with pytest.raises(CheckpointError, match="1 MB needed, 0 MB free on the disk"):
         titan_moe.save_hf(ours, tmp_path / "out")
     assert not (tmp_path / "out").exists()

@@ -223,7 +223,10 @@ class Checkpoint:
     initial_load_in_hf: bool = False
     """initial_load_path is in Hugging Face format: weights only."""
     last_save_in_hf: bool = False
-    """Also write the final weights in Hugging Face format."""
+    """Also write the final weights in Hugging Face format, to the folder hf under job.dump_folder."""
+    export_dtype: Literal["float64", "float32", "bfloat16", "float16", "fp8", "source"] | None = None
+    """Dtype of last_save_in_hf; router and expert bias stay float32 at least. By default training.dtype; 'fp8': 128 x 128
+    blocks; 'source': each tensor's own in initial_load_path."""
 
 
 @dataclass

@@ -94,13 +94,6 @@ def config_to_hf(config: ModelConfig, origin: dict[str, Any], mtp_layers: int, d
     return hf
 
 
-def check_dtype(dtype: torch.dtype | None) -> None:
-    """Refuses a dtype that weights cannot have; None is fine."""
-    legal = (None, torch.float64, torch.float32, torch.bfloat16, torch.float16)
-    if dtype not in legal:
-        raise ConfigError(f"dtype = {dtype!r}: must be one of {', '.join(map(str, legal))}.")
-
-
 def mtp_layers_in(hf: dict[str, Any]) -> int:
     """Multi-token-prediction layers that a ``config.json`` announces."""
     return hf.get("num_nextn_predict_layers") or hf.get("num_mtp_layers") or 0

@@ -9,14 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich.progress import Progress
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
 
+from titan_moe.distributed import rank
 from titan_moe.errors import CheckpointError
-from titan_moe.hf.config import check_dtype, config_from_hf, differences, mtp_layers_in
+from titan_moe.hf.config import config_from_hf, differences, mtp_layers_in
+from titan_moe.hf.dtypes import check_dtype
+from titan_moe.hf.gather import Stages, all_shapes, box_of, local_part, model_tensors, stages_of
 from titan_moe.hf.names import Piece, is_router, layouts, repeats
 from titan_moe.hf.source import Dequantized, open_source
-from titan_moe.models import from_config
+from titan_moe.models import ModelConfig, from_config
 from titan_moe.models.spec import override_config
 
 logger = logging.getLogger(__name__)
@@ -24,6 +27,9 @@ logger = logging.getLogger(__name__)
 # Old files hold rotary tables, which are computed from the configuration.
 _IGNORED = re.compile(r"\.rotary_emb\.(inv_freq|cos_cached|sin_cached)$")
 _SHOWN = 8
+
+BAR_FROM = 1 << 30
+"""Bytes from which on reading and writing show a progress bar."""
 
 
 @dataclass
@@ -72,8 +78,8 @@ def load_hf(
     with torch.device("meta"):
         model = from_config(config)
     # Before any memory is taken: most faults show here.
-    plan = _plan(model, source)
-    model.to(_file_dtype(source) if dtype is None else dtype)
+    plan = plan_load(config, shapes_of(model), source)
+    model.to(file_dtype(source) if dtype is None else dtype)
     model.to_empty(device=device or torch.get_default_device())
     for buffer in model.buffers():
         buffer.zero_()
@@ -84,24 +90,49 @@ def load_hf(
     return model
 
 
-def load_hf_weights(model: nn.Module, path_or_model: str | Path | nn.Module) -> None:
-    """Copies Hugging Face weights into an existing model, in the model's dtypes; DTensors get their own part.
+def load_hf_weights(model: Stages, path_or_model: str | Path | nn.Module) -> None:
+    """Copies Hugging Face weights into an existing model, in the model's dtypes and layout.
 
-    The model keeps its configuration; where that differs from the checkpoint's, a warning says so.
+    A rank reads what it holds, slice by slice, and nothing else. The model keeps its configuration; where that differs
+    from the checkpoint's, a warning says so.
+
+    Args:
+        model: one of ``titan_moe.models``, sharded or not, or the pipeline stages of one that this rank holds, in a
+            list.
+        path_or_model: as for ``load_hf``.
 
     Raises:
         CheckpointError: as ``load_hf``; also when a shape differs from the model's.
     """
     source = Dequantized(open_source(path_or_model))
+    _fill(model, source, _plan_for(model, source, warn=True))
+
+
+def attach_origin(model: Stages, path: str | Path) -> None:
+    """Lets an export of ``model`` keep what the folder has and the model does not: MTP layers, token ids, dtypes.
+
+    ``load_hf`` and ``load_hf_weights`` do so by themselves; this is for weights that a checkpoint gave.
+    """
+    source = Dequantized(open_source(path))
+    plan = _plan_for(model, source)
+    for stage in stages_of(model):
+        stage.hf_origin = HFOrigin(source.config, source.path, plan.untrained)
+
+
+def _plan_for(model: Stages, source: Dequantized, *, warn: bool = False) -> "Plan":
+    config = stages_of(model)[0].config
     theirs = config_from_hf(source.config)
-    if type(theirs) is type(model.config):
-        for name, ours, other in differences(model.config, theirs):
+    if warn and type(theirs) is type(config):
+        for name, ours, other in differences(config, theirs):
             logger.warning("%s = %r, but the checkpoint's config.json has %r.", name, ours, other)
-    _fill(model, source, _plan(model, source))
+    # The whole model, of which a pipeline stage is a part: names that others load are no surplus.
+    return plan_load(config, all_shapes(config) | shapes_of(model), source)
 
 
 @dataclass
-class _Plan:
+class Plan:
+    """What of a file goes where."""
+
     pieces: dict[str, list[Piece]] = field(default_factory=dict)
     """Our tensors and what fills them."""
     repeats: dict[str, list[str]] = field(default_factory=dict)
@@ -110,34 +141,65 @@ class _Plan:
     """Names of MTP layers that the model does not have."""
 
 
+def shapes_of(model: Stages) -> dict[str, tuple[int, ...]]:
+    """Global shapes of a model's tensors by name."""
+    return {name: tuple(copies[0].shape) for name, copies in model_tensors(model).items()}
+
+
 @torch.no_grad()
-def _fill(model: nn.Module, source: Dequantized, plan: _Plan) -> None:
-    targets = model_tensors(model)
-    for name, pieces in plan.pieces.items():
-        target = targets[name]
-        whole = torch.empty(target.shape, dtype=target.dtype) if isinstance(target, DTensor) else target
-        for piece in pieces:
-            whole[piece.index].copy_(piece.from_hf(source.tensor(piece.hf_name)))
-        for copy in plan.repeats[name]:
-            if not torch.equal(whole, source.tensor(copy).to(whole)):
-                raise CheckpointError(f"{copy}: differs from {name}, but the model shares the two.")
-        if isinstance(target, DTensor):
-            local = whole.to(target.device)
-            target.copy_(distribute_tensor(local, target.device_mesh, target.placements, src_data_rank=None))
-    if plan.untrained:
+def _fill(model: Stages, source: Dequantized, plan: Plan) -> None:
+    tensors = model_tensors(model)
+    wanted = sum(local_part(tensor).nbytes for copies in tensors.values() for tensor in copies)
+    with Progress(disable=rank() != 0 or wanted < BAR_FROM, transient=True) as bar:
+        task = bar.add_task("Reading weights", total=wanted)
+        for name, copies in tensors.items():
+            for tensor in copies:
+                fill_tensor(name, tensor, source, plan)
+                bar.update(task, advance=local_part(tensor).nbytes)
+    if plan.untrained and rank() == 0:
         logger.warning("%d tensors of MTP layers are left out: the model does not train them.", len(plan.untrained))
-    model.hf_origin = HFOrigin(source.config, source.path, plan.untrained)
+    for stage in stages_of(model):
+        stage.hf_origin = HFOrigin(source.config, source.path, plan.untrained)
 
 
-def _plan(model: nn.Module, source: Dequantized) -> _Plan:
-    config = model.config
+def fill_tensor(name: str, tensor: Tensor, source: Dequantized, plan: Plan) -> None:
+    """Reads this rank's part of one tensor of ours, in the tensor's dtype.
+
+    Raises:
+        CheckpointError: what the file holds a second time under another name differs.
+    """
+    local, box = local_part(tensor), box_of(tensor)
+    for piece in plan.pieces[name]:
+        if (cut := piece.cut(box)) is None:
+            continue
+        index, region = cut
+        local[index].copy_(piece.turn(source.part(piece.hf_name, region)))
+        for copy in plan.repeats[name]:
+            if not torch.equal(local[index], piece.turn(source.part(copy, region)).to(local)):
+                raise CheckpointError(f"{copy}: differs from {name}, but the model shares the two.")
+
+
+def plan_load(config: ModelConfig, shapes: dict[str, tuple[int, ...]], source: Dequantized) -> Plan:
+    """Which names of ``source`` fill which tensors of ours.
+
+    Args:
+        config: of the whole model.
+        shapes: of all its tensors, by name.
+        source: the file.
+
+    Raises:
+        CheckpointError: with lists of the names that are missing, held twice or of no use; or for a tensor of another
+            shape or kind.
+    """
     have = source.names()
-    plan = _Plan()
+    plan = Plan()
     missing: list[str] = []
     used: set[str] = set()
-    for name, target in model_tensors(model).items():
-        ways = layouts(name, tuple(target.shape), config.family, config.num_layers)
+    known: set[str] = set()
+    for name, shape in shapes.items():
+        ways = layouts(name, shape, config.family, config.num_layers)
         pieces = max(ways, key=lambda way: sum(piece.hf_name in have for piece in way) / len(way))
+        known.update(piece.hf_name for way in ways for piece in way)
         absent = [piece.hf_name for piece in pieces if piece.hf_name not in have]
         missing += absent
         used.update(piece.hf_name for piece in pieces)
@@ -161,15 +223,15 @@ def _plan(model: nn.Module, source: Dequantized) -> _Plan:
     plan.untrained = sorted(name for name in left if _layer(name) in layers)
     unused = sorted(left.difference(plan.untrained))
     if missing or unused:
-        faults = [_names("missing", missing), _names("not used", unused)]
+        twice = [name for name in unused if name in known]
+        strange = [name for name in unused if name not in known]
+        faults = [
+            _names("missing", missing),
+            _names("held a second time, in another layout" if not missing else "not used", twice),
+            _names("not used", strange),
+        ]
         raise CheckpointError(f"Weights do not fit {config.family}: {' '.join(filter(None, faults))}")
     return plan
-
-
-def model_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and persistent buffers by name, wrappers left out of names, in the model's order."""
-    tensors = model.state_dict(keep_vars=True)
-    return {re.sub(r"(_orig_mod|_checkpoint_wrapped_module)\.", "", name): tensor for name, tensor in tensors.items()}
 
 
 def _layer(name: str) -> int:
@@ -183,7 +245,7 @@ def _names(what: str, names: Iterable[str]) -> str:
     return f"{len(names)} {what}: {', '.join(names[:_SHOWN])}{more}." if names else ""
 
 
-def _file_dtype(source: Dequantized) -> torch.dtype:
+def file_dtype(source: Dequantized) -> torch.dtype:
     """The widest float dtype among the file's tensors; router weights and biases do not count."""
     names = (name for name in source.names() if not is_router(name) and not _IGNORED.search(name))
     dtypes = {source.dtype(name) for name in names}

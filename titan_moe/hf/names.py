@@ -6,27 +6,62 @@ hidden, D model dim.
 """
 
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from titan_moe.errors import CheckpointError
 
+ALL = slice(None)
 
-def _same(x: Tensor) -> Tensor:
-    return x
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+"""``(offsets, sizes)`` of a part within a full tensor."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """One tensor of a Hugging Face file as a part of one of ours: ``hf = to_hf(ours[index])`` and back."""
+    """A part of one of our tensors as a part of a Hugging Face tensor: ``hf[region] = turn(ours[index])``.
+
+    Attributes:
+        index: a number for each dim of ours that the part has not, ``ALL`` for the others; may end early.
+        region: start and step within each dim of the other tensor, ``ALL`` for the whole; may end early.
+        transposed: whether ``turn`` exchanges the last two dims.
+    """
 
     hf_name: str
     hf_shape: tuple[int, ...]
-    index: tuple[int, ...] = ()
-    to_hf: Callable[[Tensor], Tensor] = _same
-    from_hf: Callable[[Tensor], Tensor] = _same
+    index: tuple[int | slice, ...] = ()
+    region: tuple[slice, ...] = ()
+    transposed: bool = False
+
+    def turn(self, part: Tensor) -> Tensor:
+        """From our order of dims to the file's, and back."""
+        return part.transpose(-1, -2) if self.transposed else part
+
+    def cut(self, box: Box) -> tuple[tuple[int | slice, ...], tuple[slice, ...]] | None:
+        """What of this piece lies in a box of ours: its index within the box, and its region of the other tensor.
+
+        None when they do not meet.
+        """
+        local: list[int | slice] = []
+        ranges: list[tuple[int, int]] = []
+        for dim, (offset, size) in enumerate(zip(*box, strict=True)):
+            at = self.index[dim] if dim < len(self.index) else ALL
+            if size == 0 or (isinstance(at, int) and not offset <= at < offset + size):
+                return None
+            if isinstance(at, int):
+                local.append(at - offset)
+            else:
+                local.append(ALL)
+                ranges.append((offset, offset + size))
+        if self.transposed:
+            ranges[-2:] = ranges[-1], ranges[-2]
+        region = []
+        for dim, (first, end) in enumerate(ranges):
+            whole = self.region[dim] if dim < len(self.region) else ALL
+            start, step = whole.start or 0, whole.step or 1
+            region.append(slice(start + first * step, start + (end - 1) * step + 1, step))
+        return tuple(local), tuple(region)
 
 
 @dataclass(frozen=True)
@@ -139,42 +174,34 @@ def _locate(name: str, num_layers: int) -> tuple[str, str]:
 
 
 def _experts(kind: str, shape: tuple[int, ...], names: HFNames, blocks: list[str]) -> list[list[Piece]]:
-    E = shape[0]
+    E, *inner = shape
+    each = [f"{block}.experts" for block in blocks]
+    if names.interleaved:
+        # Gate and up in alternate columns, weights transposed.
+        stacked = f"{each[0]}.{'gate_up_proj' if kind in ('w1', 'b1') else 'down_proj'}{'_bias' * (kind[0] == 'b')}"
+        if kind == "w1":
+            n, F, D = inner
+            hf = stacked, (E, D, n * F)
+            return [[Piece(*hf, (ALL, i), (ALL, ALL, slice(i, None, n)), True) for i in range(n)]]
+        if kind == "b1":
+            n, F = inner
+            return [[Piece(stacked, (E, n * F), (ALL, i), (ALL, slice(i, None, n))) for i in range(n)]]
+        if kind == "w2":
+            D, F = inner
+            return [[Piece(stacked, (E, F, D), transposed=True)]]
+        return [[Piece(stacked, shape)]]
     if kind == "w1":
-        _, n, F, D = shape
-        per_expert = [((e, i), names.linears[i], (F, D)) for e in range(E) for i in range(n)]
-        rows = ("gate_up_proj", (E, n * F, D), lambda x: x.reshape(E, n * F, D), lambda x: x.reshape(shape))
-        columns = (
-            "gate_up_proj",
-            (E, D, n * F),
-            lambda x: x.permute(0, 3, 2, 1).reshape(E, D, n * F),
-            lambda x: x.reshape(E, D, F, n).permute(0, 3, 2, 1),
-        )
+        n, F, D = inner
+        parts = [((e, i), names.linears[i]) for e in range(E) for i in range(n)]
+        stacked = [
+            [Piece(f"{home}.gate_up_proj", (E, n * F, D), (ALL, i), (ALL, slice(i * F, (i + 1) * F))) for i in range(n)]
+            for home in each
+        ]
     elif kind == "w2":
-        _, D, F = shape
-        per_expert = [((e,), names.linears[2], (D, F)) for e in range(E)]
-        rows = ("down_proj", shape, _same, _same)
-        columns = ("down_proj", (E, F, D), lambda x: x.transpose(1, 2), lambda x: x.transpose(1, 2))
-    elif names.interleaved and kind == "b1":
-        _, n, F = shape
-        columns = (
-            "gate_up_proj_bias",
-            (E, n * F),
-            lambda x: x.transpose(1, 2).reshape(E, n * F),
-            lambda x: x.reshape(E, F, n).transpose(1, 2),
-        )
-    elif names.interleaved and kind == "b2":
-        columns = ("down_proj_bias", shape, _same, _same)
+        parts = [((e,), names.linears[2]) for e in range(E)]
+        stacked = [[Piece(f"{home}.down_proj", shape)] for home in each]
     else:
         raise CheckpointError(f"experts.{kind}: this family has no such tensor on the Hugging Face side.")
-
-    if names.interleaved:
-        hf_name, hf_shape, to_hf, from_hf = columns
-        return [[Piece(f"{blocks[0]}.experts.{hf_name}", hf_shape, (), to_hf, from_hf)]]
-    hf_name, hf_shape, to_hf, from_hf = rows
-    on_disk = [
-        [Piece(f"{block}.experts.{index[0]}.{linear}.weight", part, index) for index, linear, part in per_expert]
-        for block in blocks
-    ]
-    stacked = [[Piece(f"{block}.experts.{hf_name}", hf_shape, (), to_hf, from_hf)] for block in blocks]
+    matrix = tuple(inner[-2:])
+    on_disk = [[Piece(f"{home}.{at[0]}.{linear}.weight", matrix, at) for at, linear in parts] for home in each]
     return on_disk + stacked

@@ -1,5 +1,7 @@
 """Weights that hub checkpoints hold quantised: FP8 with 128 x 128 blocks, and MXFP4."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -18,19 +20,46 @@ def dequantize_fp8(weight: Tensor, scale_inv: Tensor, name: str = "weight") -> T
     Raises:
         CheckpointError: when the scales' shape is not ``[..., ceil(R/128), ceil(C/128)]``.
     """
-    if weight.dim() < 2:
-        raise CheckpointError(f"{name}: has FP8 scales but is not a matrix: shape {list(weight.shape)}.")
-    *lead, rows, columns = weight.shape
-    expected = [*lead, -(-rows // FP8_BLOCK), -(-columns // FP8_BLOCK)]
-    if list(scale_inv.shape) != expected:
-        raise CheckpointError(
-            f"{name}: scales of shape {list(scale_inv.shape)} for a weight of shape {list(weight.shape)}; "
-            f"blocks of {FP8_BLOCK} x {FP8_BLOCK} need {expected}."
-        )
+    check_fp8_scales(weight.shape, scale_inv.shape, name)
+    rows, columns = weight.shape[-2:]
     scale = scale_inv.float()
     scale = scale.repeat_interleave(FP8_BLOCK, -2).narrow(-2, 0, rows)
     scale = scale.repeat_interleave(FP8_BLOCK, -1).narrow(-1, 0, columns)
     return weight.float() * scale
+
+
+def check_fp8_scales(shape: Sequence[int], scales: Sequence[int], name: str) -> None:
+    """Refuses scales that are not one per 128 x 128 block of a matrix.
+
+    Raises:
+        CheckpointError: naming both shapes.
+    """
+    if len(shape) < 2:
+        raise CheckpointError(f"{name}: has FP8 scales but is not a matrix: shape {list(shape)}.")
+    *lead, rows, columns = shape
+    expected = [*lead, -(-rows // FP8_BLOCK), -(-columns // FP8_BLOCK)]
+    if list(scales) != expected:
+        raise CheckpointError(
+            f"{name}: scales of shape {list(scales)} for a weight of shape {list(shape)}; "
+            f"blocks of {FP8_BLOCK} x {FP8_BLOCK} need {expected}."
+        )
+
+
+def quantize_fp8(weight_RC: Tensor) -> tuple[Tensor, Tensor]:
+    """E4M3 values and one fp32 scale per 128 x 128 block, so that a block's largest value becomes 448.
+
+    Returns:
+        ``weight [R, C]`` in float8_e4m3fn and ``scale_inv [ceil(R/128), ceil(C/128)]``; ``dequantize_fp8`` undoes it up
+        to the rounding of E4M3 (at most 1/16 of each normal value). A block of zeros has the scale 1.
+    """
+    rows, columns = weight_RC.shape
+    pad = (0, -columns % FP8_BLOCK, 0, -rows % FP8_BLOCK)
+    wide = torch.nn.functional.pad(weight_RC.float(), pad)
+    blocks = wide.unflatten(1, (-1, FP8_BLOCK)).unflatten(0, (-1, FP8_BLOCK))
+    largest = blocks.abs().amax(dim=(1, 3))
+    scale = torch.where(largest > 0, largest / torch.finfo(torch.float8_e4m3fn).max, 1.0)
+    values = (blocks / scale[:, None, :, None]).flatten(2).flatten(0, 1)[:rows, :columns]
+    return values.to(torch.float8_e4m3fn), scale
 
 
 def dequantize_mxfp4(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:

@@ -1,263 +1,233 @@
 """Our models into Hugging Face's format: safetensors shards, an index and ``config.json``."""
 
-import json
 import logging
-import os
-import re
-import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from rich.progress import Progress
 from safetensors import SafetensorError
-from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from titan_moe.distributed import broadcast_object, rank
+from titan_moe.distributed import broadcast_object, gather_objects, rank
 from titan_moe.errors import CheckpointError, TrainingError
-from titan_moe.hf.config import check_dtype, config_to_hf, mtp_layers_in
-from titan_moe.hf.load import HFOrigin, model_tensors
-from titan_moe.hf.names import is_router, pieces, repeats
+from titan_moe.hf.config import config_to_hf, mtp_layers_in
+from titan_moe.hf.dtypes import FP8, Dtype, DtypePolicy
+from titan_moe.hf.folder import Entry, FolderWriter
+from titan_moe.hf.gather import (
+    Held,
+    Shard,
+    Stages,
+    all_shapes,
+    gather,
+    hf_tensors,
+    holdings,
+    model_tensors,
+    own_shards,
+    stages_of,
+)
+from titan_moe.hf.load import BAR_FROM, HFOrigin
+from titan_moe.hf.quantized import FP8_BLOCK, quantize_fp8
 from titan_moe.hf.source import Dequantized, open_source
+from titan_moe.models import ModelConfig
 
 logger = logging.getLogger(__name__)
 
-# A progress bar appears for exports larger than this, in bytes.
-_BAR_FROM = 1 << 30
-_OWN_FILES = re.compile(r"(config\.json|model(-\d+-of-\d+)?\.safetensors|model\.safetensors\.index\.json)$")
-
 
 def iter_hf_tensors(
-    model: nn.Module, source: Literal["parameter", "gradient"] = "parameter"
-) -> Iterator[tuple[str, Tensor]]:
+    model: Stages, source: Literal["parameter", "gradient"] = "parameter", *, shard: bool = False
+) -> Iterator[tuple[str, Tensor | Shard]]:
     """Yields ``(hf_name, tensor)`` under the names of a Hugging Face checkpoint on disk, in the model's order.
 
-    Tensors are detached and may share memory with the model. A DTensor is gathered whole, one parameter at a time,
-    so every rank must iterate to the end.
+    Tensors are detached and may share memory with the model. Of a model that ranks share, in any layout, every rank
+    gets every tensor whole, so every rank must iterate to the end; a rank holds its part of the model and at most one
+    tensor, or 256 MB of smaller ones.
 
     Args:
-        model: one of ``titan_moe.models``.
+        model: one of ``titan_moe.models``, or the pipeline stages of one that this rank holds, in a list.
         source: "parameter" gives parameters and persistent buffers; "gradient" gives the gradients of all
             parameters that are not frozen.
+        shard: yield ``(hf_name, Shard)`` for this rank's own parts instead, without communication.
 
     Raises:
         CheckpointError: when Hugging Face has no name for a tensor.
-        TrainingError: when a parameter that is not frozen has no gradient.
+        TrainingError: on every rank that takes part, when a parameter that is not frozen has no gradient.
     """
     if source not in ("parameter", "gradient"):
         raise CheckpointError(f"source = {source!r}: must be 'parameter' or 'gradient'.")
-    tensors = model_tensors(model)
+    config = stages_of(model)[0].config
+    order = all_shapes(config)
+    tensors = {name: copies[0] for name, copies in model_tensors(model).items()}
+    # A rank that holds everything needs nobody.
+    alone = shard or (order.keys() <= tensors.keys() and not any(isinstance(t, DTensor) for t in tensors.values()))
     if source == "gradient":
         trained = {name: tensor for name, tensor in tensors.items() if tensor.requires_grad}
-        if without := [name for name, tensor in trained.items() if tensor.grad is None]:
-            raise TrainingError(f"No gradient on {without[0]} ({len(without)} such). Call backward() first.")
+        without = [name for name, tensor in trained.items() if tensor.grad is None]
+        lacking = without if alone else [name for names in gather_objects(without) for name in names]
+        if lacking:
+            raise TrainingError(f"No gradient on {lacking[0]} ({len(lacking)} such). Call backward() first.")
         tensors = {name: tensor.grad for name, tensor in trained.items()}
-    for name, tensor in tensors.items():
-        yield from _split(model, name, tensor)
+    if shard:
+        held = {name: Held(tuple(tensor.shape), tensor.dtype, {}) for name, tensor in tensors.items()}
+        yield from own_shards(hf_tensors(config, held), tensors)
+        return
+    held = holdings(tensors, order, alone=alone)
+    for each, tensor in gather(((each, None) for each in hf_tensors(config, held)), held, tensors):
+        yield each.name, tensor
 
 
-def save_hf(model: nn.Module, path: str | Path, dtype: torch.dtype | None = None, max_shard_gb: float = 5.0) -> None:
+def save_hf(
+    model: Stages,
+    path: str | Path,
+    dtype: Dtype = None,
+    max_shard_gb: float = 5.0,
+    *,
+    dtype_for: Mapping[str, Dtype] | None = None,
+) -> None:
     """Writes a folder that ``transformers`` loads.
 
     The export is written beside ``path`` and renamed when complete; until then an earlier export stays as it is.
-    Other files of that folder (a tokenizer, say) are kept. On several ranks every rank must call; rank 0 writes.
+    Other files of that folder (a tokenizer, say) are kept. On several ranks every rank must call, under any layout;
+    each writes some of the files, all of which must be on one file system. MTP layers that the model does not train
+    are copied from the folder it came from.
 
     Args:
-        model: one of ``titan_moe.models``.
+        model: one of ``titan_moe.models``, or the pipeline stages of one that this rank holds, in a list.
         path: the folder to write; new, empty, or an earlier export.
         dtype: of the weights; None keeps the model's. Router weights and expert biases stay fp32 at least, and
-            integers are untouched.
+            integers are untouched. "fp8": linears in E4M3 with a scale per 128 x 128 block, the rest in bfloat16.
+            "source": every tensor as in the folder that the model came from.
         max_shard_gb: largest file in 10^9 bytes; a larger single tensor gets a file of its own.
+        dtype_for: patterns of Hugging Face names and their dtype, which beats ``dtype``; see ``DtypePolicy``.
 
     Raises:
         CheckpointError: when the folder cannot be written, the disk is full or a tensor has no Hugging Face name.
-        ConfigError: when transformers' model of this family cannot express the model.
+        ConfigError: when transformers' model of this family cannot express the model, or a pattern fits nothing.
     """
-    if max_shard_gb <= 0:
-        raise CheckpointError(f"max_shard_gb = {max_shard_gb}: must be more than 0.")
-    check_dtype(dtype)
-    target = Path(path).expanduser().resolve()
-    origin: HFOrigin | None = getattr(model, "hf_origin", None)
-    extra = _untrained(origin)
-    weights_dtype = dtype or model_tensors(model)["embed_tokens.weight"].dtype
-    layers = mtp_layers_in(origin.config) if extra else model.config.mtp_depth
-    hf_config = config_to_hf(model.config, origin.config if origin else {}, layers, weights_dtype)
-    total = _total_bytes(model, dtype)
-    tensors = _export(model, dtype, extra if rank() == 0 else [], origin)
-    error = None
-    if rank() == 0:
-        try:
-            _write(target, tensors, total, int(max_shard_gb * 1e9), hf_config)
-        except (OSError, SafetensorError, CheckpointError) as failure:
-            reason = failure.strerror if isinstance(failure, OSError) and failure.strerror else str(failure)
-            error = f"{target}: the export failed and nothing there was changed: {reason.rstrip('.')}."
-    # Ranks that do not write still take part in gathering, also when the writer has failed: others wait for them.
-    for _ in tensors:
-        pass
-    error = broadcast_object(error)
-    if error is not None:
-        raise CheckpointError(error)
+    stages = stages_of(model)
+    config: ModelConfig = stages[0].config
+    tensors = {name: copies[0] for name, copies in model_tensors(stages).items()}
+    origin: HFOrigin | None = getattr(stages[0], "hf_origin", None)
+    export = Export(config, origin, dtype, max_shard_gb, dtype_for)
+    held = holdings(tensors, all_shapes(config))
+    wanted = hf_tensors(config, held, copies=True)
+    entries = {each.name: (each.shape, each.dtype) for each in wanted}
+    with export.open(path, entries) as folder, Progress(disable=export.quiet, transient=True) as bar:
+        task = bar.add_task("Writing weights", total=folder.total)
+        for each, tensor in gather(((each, folder.writer_of(each.name)) for each in wanted), held, tensors):
+            if tensor is not None:
+                export.write(each.name, tensor)
+            bar.update(task, advance=each.nbytes)
+        export.finish()
 
 
-def _split(model: nn.Module, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-    whole = tensor.detach()
-    whole = whole.full_tensor() if isinstance(whole, DTensor) else whole
-    for piece in pieces(name, tuple(whole.shape), model.config.family, model.config.num_layers):
-        yield piece.hf_name, piece.to_hf(whole[piece.index])
+class Export:
+    """What the ways to write a Hugging Face folder share: config, dtypes, and the MTP layers that pass through.
+
+    Args:
+        config: of the model.
+        origin: where it came from; None: no file.
+        dtype, max_shard_gb, dtype_for: see ``save_hf``.
+    """
+
+    quiet = True
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        origin: HFOrigin | None,
+        dtype: Dtype = None,
+        max_shard_gb: float = 5.0,
+        dtype_for: Mapping[str, Dtype] | None = None,
+    ) -> None:
+        if not max_shard_gb > 0:
+            raise CheckpointError(f"max_shard_gb = {max_shard_gb}: must be more than 0.")
+        rules = tuple((dtype_for or {}).items())
+        DtypePolicy(dtype, rules)
+        self._max_shard = int(max_shard_gb * 1e9)
+        self._config, self._origin = config, origin
+        there = broadcast_object(origin is not None and origin.path is not None and origin.path.is_dir())
+        self._source = Dequantized(open_source(origin.path)) if there and _needs_source(origin, dtype, rules) else None
+        if self._source is None and "source" in (dtype, *(each for _, each in rules)):
+            raise CheckpointError("dtype = 'source': the model did not come from a folder that is still there.")
+        self._extra: Sequence[str] = origin.untrained if self._source else []
+        if origin is not None and origin.untrained and origin.path is not None and not there and rank() == 0:
+            logger.warning("%s is gone: the export lacks the MTP layers that were not trained.", origin.path)
+        stored = {name: self._source.stored_dtype(name) for name in self._source.names()} if self._source else {}
+        self._policy = DtypePolicy(dtype, rules, stored)
+        self._dtypes: dict[str, torch.dtype] = {}
+        self._folder: FolderWriter | None = None
+
+    def open(self, path: str | Path, entries: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> FolderWriter:
+        """The folder to ``write`` to. Every rank calls it.
+
+        Args:
+            path: of the folder.
+            entries: shape and dtype in the model of every tensor, by Hugging Face name, in order.
+        """
+        all_entries = dict(entries)
+        for name in self._extra:
+            all_entries[name] = self._source.shape(name), self._source.dtype(name)
+        self._policy.check_used(all_entries)
+        files = []
+        for name, (shape, own) in all_entries.items():
+            self._dtypes[name] = dtype = self._policy.of(name, shape, own)
+            files.append(Entry(name, shape, dtype))
+            if dtype == FP8:
+                blocks = tuple(-(-size // FP8_BLOCK) for size in shape)
+                files.append(Entry(f"{name}_scale_inv", blocks, torch.float32))
+        self._folder = FolderWriter(
+            Path(path).expanduser().resolve(), files, self._hf_config(all_entries), self._max_shard
+        )
+        self.quiet = rank() != 0 or self._folder.total < BAR_FROM
+        return self._folder
+
+    def write(self, name: str, tensor: Tensor) -> None:
+        """One tensor, in the dtype that the model has it in, on the rank that writes its file."""
+        dtype = self._dtypes[name]
+        if dtype != FP8:
+            self._folder.write(name, tensor.to(dtype))
+            return
+        values, scale = quantize_fp8(tensor)
+        self._folder.write(name, values)
+        self._folder.write(f"{name}_scale_inv", scale)
+
+    def finish(self) -> None:
+        """Copies what passes through, and gives the folder its name. Every rank calls it."""
+        for name in self._extra:
+            if self._folder.writer_of(name) == rank():
+                try:
+                    self._pass_through(name)
+                except (CheckpointError, SafetensorError) as failure:
+                    self._folder.fail(str(failure))
+        self._folder.finish()
+
+    def _pass_through(self, name: str) -> None:
+        if self._dtypes[name] == FP8 == self._source.stored_dtype(name):
+            scale = f"{name}_scale_inv"
+            self._folder.write(name, self._source.source.part(name))
+            self._folder.write(scale, self._source.source.part(scale).float())
+        else:
+            self.write(name, self._source.part(name))
+
+    def _hf_config(self, entries: Mapping[str, Any]) -> dict[str, Any]:
+        origin = self._origin.config if self._origin else {}
+        layers = mtp_layers_in(origin) if self._extra else self._config.mtp_depth
+        dtype = self._dtypes["model.embed_tokens.weight"]
+        config = config_to_hf(self._config, origin, layers, dtype)
+        if FP8 in self._dtypes.values():
+            plain = [name for name in entries if len(entries[name][0]) == 2 and self._dtypes[name] != FP8]
+            config["quantization_config"] = {
+                "quant_method": "fp8",
+                "fmt": "e4m3",
+                "activation_scheme": "dynamic",
+                "weight_block_size": [FP8_BLOCK, FP8_BLOCK],
+                "modules_to_not_convert": sorted(name.removesuffix(".weight") for name in plain),
+            }
+        return config
 
 
-def _export_dtype(hf_name: str, of: torch.dtype, dtype: torch.dtype | None) -> torch.dtype:
-    if dtype is None or not of.is_floating_point:
-        return of
-    return torch.promote_types(dtype, torch.float32) if is_router(hf_name) else dtype
-
-
-def _total_bytes(model: nn.Module, dtype: torch.dtype | None) -> int:
-    """Size of the weights on disk; raises for a tensor without a name before any rank starts to gather."""
-    total = 0
-    for name, tensor in model_tensors(model).items():
-        parts = pieces(name, tuple(tensor.shape), model.config.family, model.config.num_layers)
-        total += tensor.numel() * _export_dtype(parts[0].hf_name, tensor.dtype, dtype).itemsize
-    return total
-
-
-def _export(
-    model: nn.Module, dtype: torch.dtype | None, extra: list[str], origin: HFOrigin | None
-) -> Iterator[tuple[str, Tensor]]:
-    config = model.config
-    for name, tensor in model_tensors(model).items():
-        shared = 0 if config.mtp_own_embeddings else config.mtp_depth
-        # transformers writes no head of a tied model.
-        copies = [
-            copy for copy in repeats(name, config.num_layers, shared, config.tie_embeddings) if copy != "lm_head.weight"
-        ]
-        for hf_name, part in _split(model, name, tensor):
-            part = part.to(_export_dtype(hf_name, part.dtype, dtype)).contiguous()
-            yield hf_name, part
-            for copy in copies:
-                yield copy, part.clone()
-    if extra:
-        source = Dequantized(open_source(origin.path))
-        for hf_name in extra:
-            yield hf_name, source.tensor(hf_name).to(_export_dtype(hf_name, source.dtype(hf_name), dtype))
-
-
-def _untrained(origin: HFOrigin | None) -> list[str]:
-    """MTP tensors to copy from the checkpoint that the model came from."""
-    if origin is None or origin.path is None or not origin.untrained:
-        return []
-    if not origin.path.is_dir():
-        logger.warning("%s is gone: the export lacks the MTP layers that were not trained.", origin.path)
-        return []
-    return origin.untrained
-
-
-def _write(
-    target: Path, tensors: Iterator[tuple[str, Tensor]], total: int, max_shard: int, hf_config: dict[str, Any]
-) -> None:
-    _finish_swap(target)
-    if target.exists() and not target.is_dir():
-        raise CheckpointError("it is a file; give a folder")
-    if target.is_dir() and any(target.iterdir()) and not (target / "config.json").is_file():
-        raise CheckpointError("the folder holds other files and no config.json; give a new or empty folder")
-    target.parent.mkdir(parents=True, exist_ok=True)
-    free = shutil.disk_usage(target.parent).free
-    if free < total:
-        raise CheckpointError(f"{total / 1e6:,.0f} MB needed, {free / 1e6:,.0f} MB free on the disk")
-    # One fixed name, so that what a killed export left is found and removed.
-    aside = target.parent / f".{target.name}.tmp"
-    shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir()
-    try:
-        _write_shards(aside, tensors, total, max_shard)
-        _write_json(aside / "config.json", hf_config)
-        _sync(aside)
-        _swap(aside, target)
-    except BaseException:
-        _finish_swap(target)
-        raise
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
-
-
-def _write_shards(folder: Path, tensors: Iterator[tuple[str, Tensor]], total: int, max_shard: int) -> None:
-    shards: list[list[str]] = []
-    shard: dict[str, Tensor] = {}
-    size = written = 0
-
-    def flush() -> None:
-        # The number of shards, a part of their names, is known only at the end.
-        file = folder / f"{len(shards)}.part"
-        save_file(shard, file, metadata={"format": "pt"})
-        # safetensors makes files that only their owner can read.
-        file.chmod(folder.stat().st_mode & 0o666)
-        _sync(file)
-        shards.append(list(shard))
-        shard.clear()
-
-    with Progress(disable=total < _BAR_FROM, transient=True) as bar:
-        task = bar.add_task("Writing weights", total=total)
-        for name, tensor in tensors:
-            bytes_ = tensor.numel() * tensor.element_size()
-            if shard and size + bytes_ > max_shard:
-                flush()
-                size = 0
-            shard[name] = tensor
-            size += bytes_
-            written += bytes_
-            bar.update(task, advance=bytes_)
-        flush()
-
-    if len(shards) == 1:
-        os.rename(folder / "0.part", folder / "model.safetensors")
-        return
-    weight_map = {}
-    for i, names in enumerate(shards):
-        file = f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
-        os.rename(folder / f"{i}.part", folder / file)
-        weight_map.update(dict.fromkeys(names, file))
-    index = {"metadata": {"total_size": written}, "weight_map": dict(sorted(weight_map.items()))}
-    _write_json(folder / "model.safetensors.index.json", index)
-
-
-def _old(target: Path) -> Path:
-    return target.parent / f".{target.name}.old"
-
-
-def _swap(new: Path, target: Path) -> None:
-    if target.exists():
-        os.rename(target, _old(target))
-    os.rename(new, target)
-    _finish_swap(target)
-    _sync(target.parent)
-
-
-def _finish_swap(target: Path) -> None:
-    """Brings a swap to its end, also one that a crash cut in two: the earlier export goes back or away."""
-    old = _old(target)
-    if not old.exists():
-        return
-    if not target.exists():
-        os.rename(old, target)
-        return
-    for file in old.iterdir():
-        if not _OWN_FILES.match(file.name):
-            os.rename(file, target / file.name)
-    shutil.rmtree(old)
-
-
-def _write_json(path: Path, content: dict[str, Any]) -> None:
-    with path.open("w", encoding="utf-8") as file:
-        file.write(json.dumps(content, indent=2, sort_keys=True) + "\n")
-    _sync(path)
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+def _needs_source(origin: HFOrigin, dtype: Dtype, rules: tuple[tuple[str, Dtype], ...]) -> bool:
+    return bool(origin.untrained) or "source" in (dtype, *(each for _, each in rules))

@@ -1,6 +1,7 @@
 """Where weights come from: a folder of safetensors files, or a transformers model in memory."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -9,9 +10,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from titan_moe.errors import CheckpointError
-from titan_moe.hf.quantized import dequantize_fp8, dequantize_mxfp4
+from titan_moe.hf.quantized import FP8_BLOCK, check_fp8_scales, dequantize_fp8, dequantize_mxfp4
 
-_DTYPES = {
+DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
     "F16": torch.float16,
@@ -26,6 +27,10 @@ _DTYPES = {
     "I64": torch.int64,
     "BOOL": torch.bool,
 }
+"""By their code in a safetensors header."""
+
+# What is read stays mapped, and counts as this process's memory, until its file is closed.
+_CLOSE_AFTER = 1 << 28
 
 
 class Source(Protocol):
@@ -37,7 +42,7 @@ class Source(Protocol):
     def names(self) -> set[str]: ...
     def shape(self, name: str) -> tuple[int, ...]: ...
     def dtype(self, name: str) -> torch.dtype: ...
-    def tensor(self, name: str) -> Tensor: ...
+    def part(self, name: str, region: Sequence[slice] = ()) -> Tensor: ...
 
 
 def open_source(path_or_model: str | Path | nn.Module) -> "Source":
@@ -53,8 +58,15 @@ def open_source(path_or_model: str | Path | nn.Module) -> "Source":
 
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a file, or a ``CheckpointError`` that names it."""
+
+    def distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        keys = [key for key, _ in pairs]
+        if twice := sorted({key for key in keys if keys.count(key) > 1} if len(set(keys)) < len(keys) else ()):
+            raise ValueError(f"{len(twice)} names come twice: {', '.join(twice[:8])}")
+        return dict(pairs)
+
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=distinct)
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror}.") from error
     except ValueError as error:
@@ -77,6 +89,7 @@ class Folder:
         self.path = path.resolve()
         self.config = read_json(path / "config.json")
         self._handles: dict[str, Any] = {}
+        self._read: dict[str, int] = {}
         index = path / "model.safetensors.index.json"
         if index.is_file():
             self._files = self._read_index(index)
@@ -93,30 +106,40 @@ class Folder:
 
     def dtype(self, name: str) -> torch.dtype:
         code = self._open(self._files[name]).get_slice(name).get_dtype()
-        if code not in _DTYPES:
+        if code not in DTYPES:
             raise CheckpointError(f"{self.path / self._files[name]}: {name} has dtype {code}, which is not supported.")
-        return _DTYPES[code]
+        return DTYPES[code]
 
-    def tensor(self, name: str) -> Tensor:
+    def part(self, name: str, region: Sequence[slice] = ()) -> Tensor:
+        """A tensor, or of it what ``region`` says dim by dim. Only that part is read; it may lie in the mapped file."""
         file = self._files[name]
         try:
-            return self._open(file).get_tensor(name)
+            stored = self._open(file).get_slice(name)
+            # The file is cut where the region starts and ends; steps within it are taken after.
+            bounds = [slice(r.start, r.stop) for r in region]
+            tensor = stored[tuple(bounds)] if bounds else self._open(file).get_tensor(name)
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{self.path / file}: {name} cannot be read: {error}.") from error
+        self._read[file] = self._read.get(file, 0) + tensor.nbytes
+        if self._read[file] > _CLOSE_AFTER:
+            del self._handles[file], self._read[file]
+        return tensor[tuple(slice(None, None, r.step) for r in region)] if region else tensor
 
     def _read_index(self, index: Path) -> dict[str, str]:
         files = read_json(index).get("weight_map")
         if not isinstance(files, dict):
             raise CheckpointError(f"{index}: has no weight_map.")
-        for file in sorted(set(files.values())):
+        for file in sorted(set(files.values()), key=str):
             # A shard's name is a plain file name: an index must not lead out of its folder.
-            if Path(file).name != file:
+            if not isinstance(file, str) or Path(file).name != file:
                 raise CheckpointError(f"{index}: shard {file!r} is not a plain file name.")
             promised = {name for name, shard in files.items() if shard == file}
             held = set(self._open(file).keys())
             if promised != held:
                 name = min(promised ^ held)
                 what = "lacks" if name in promised else "holds, not in the index:"
+                if name in files and name not in promised:
+                    what = f"holds, like {files[name]}:"
                 raise CheckpointError(f"{self.path / file}: {what} {name} ({len(promised ^ held)} such names).")
         return files
 
@@ -154,8 +177,8 @@ class _Instance:
     def dtype(self, name: str) -> torch.dtype:
         return self._tensors[name].dtype
 
-    def tensor(self, name: str) -> Tensor:
-        return self._tensors[name]
+    def part(self, name: str, region: Sequence[slice] = ()) -> Tensor:
+        return self._tensors[name][tuple(region)]
 
 
 class Dequantized:
@@ -200,11 +223,32 @@ class Dequantized:
             raise CheckpointError(f"{name}: is {dtype} but has no {name}_scale_inv beside it.")
         return dtype
 
-    def tensor(self, name: str) -> Tensor:
+    def stored_dtype(self, name: str) -> torch.dtype:
+        """The dtype in the file, ``float8_e4m3fn`` for FP8 weights; MXFP4 weights count as bfloat16."""
+        return self.source.dtype(name) if name in self._fp8 else self.dtype(name)
+
+    def part(self, name: str, region: Sequence[slice] = ()) -> Tensor:
+        """As ``Folder.part``; of quantised weights the rows, or experts, around the region are read."""
+        region = tuple(region)
         if name in self._fp8:
-            return dequantize_fp8(self.source.tensor(name), self.source.tensor(f"{name}_scale_inv"), name)
+            return self._fp8_part(name, region)
         if name in self._mxfp4:
-            blocks, scales = self.source.tensor(f"{name}_blocks"), self.source.tensor(f"{name}_scales")
+            blocks, scales = (self.source.part(f"{name}{kind}", region[:1]) for kind in ("_blocks", "_scales"))
             # Exact: bfloat16 has fp32's exponents, and FP4 values have two significant bits.
-            return dequantize_mxfp4(blocks, scales, torch.bfloat16)
-        return self.source.tensor(name)
+            whole = dequantize_mxfp4(blocks, scales, torch.bfloat16)
+            return whole[(slice(None), *region[1:])] if region else whole
+        return self.source.part(name, region)
+
+    def _fp8_part(self, name: str, region: tuple[slice, ...]) -> Tensor:
+        scale_name, shape = f"{name}_scale_inv", self.source.shape(name)
+        check_fp8_scales(shape, self.source.shape(scale_name), name)
+        if len(region) != 2 or len(shape) != 2:
+            whole = dequantize_fp8(self.source.part(name), self.source.part(scale_name), name)
+            return whole[region] if region else whole
+        rows = region[0]
+        # Whole blocks of rows.
+        first, end = rows.start // FP8_BLOCK, -(-rows.stop // FP8_BLOCK)
+        stored = self.source.part(name, [slice(first * FP8_BLOCK, min(end * FP8_BLOCK, shape[0]))])
+        whole = dequantize_fp8(stored, self.source.part(scale_name, [slice(first, end)]), name)
+        skip = first * FP8_BLOCK
+        return whole[slice(rows.start - skip, rows.stop - skip, rows.step), region[1]]
