@@ -8,7 +8,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-_COMMON = {
+COMMON = {
     "vocab_size": 128,
     "hidden_size": 64,
     "num_hidden_layers": 2,
@@ -29,6 +29,7 @@ _NO_GROUPS = {"n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.5}
 
 FAMILIES = {
     "Mixtral": {"intermediate_size": 96, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "Qwen2Moe": {**_EXPERTS, "num_experts": 8, "shared_expert_intermediate_size": 48},
     "Qwen3Moe": {**_EXPERTS, "head_dim": 16, "num_experts": 8, "norm_topk_prob": True},
     "DeepseekV3": {**_EXPERTS, **_SIGMOID, **_MLA, **_GROUPS, "num_key_value_heads": 4},
     "DeepseekV2": {
@@ -45,13 +46,20 @@ FAMILIES = {
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
     },
     "Glm4Moe": {**_EXPERTS, **_SIGMOID, **_NO_GROUPS, "head_dim": 16, "use_qk_norm": True},
+    "MiniMaxM2": {
+        "intermediate_size": 32,
+        "head_dim": 16,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+    },
 }
 
 
 def hf_model(family: str, **changes) -> nn.Module:
     """A transformers model in fp32 and training mode, every weight random and no expert bias zero."""
     torch.manual_seed(0)
-    config = getattr(transformers, f"{family}Config")(**{**_COMMON, **FAMILIES[family], **changes})
+    config = getattr(transformers, f"{family}Config")(**{**COMMON, **FAMILIES[family], **changes})
     model = getattr(transformers, f"{family}ForCausalLM")(config).float().train()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -72,10 +80,11 @@ def on_disk(tensors: dict[str, Tensor], family: str) -> dict[str, Tensor]:
     """Stacked in-memory tensors of transformers 5, split into the names on disk."""
     if family == "GptOss":
         return dict(tensors)
-    names = ("w1", "w3", "w2") if family == "Mixtral" else ("gate_proj", "up_proj", "down_proj")
+    block = family in ("Mixtral", "MiniMaxM2")
+    names = ("w1", "w3", "w2") if block else ("gate_proj", "up_proj", "down_proj")
     out = {}
     for name, tensor in tensors.items():
-        if family == "Mixtral":
+        if block:
             name = name.replace(".mlp.", ".block_sparse_moe.")
         if name.endswith("experts.gate_up_proj"):
             prefix, half = name.removesuffix("gate_up_proj"), tensor.shape[1] // 2

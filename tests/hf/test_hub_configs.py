@@ -127,6 +127,55 @@ QWEN = {
     "use_sliding_window": False,
     "vocab_size": 151936,
 }
+QWEN2 = {
+    "decoder_sparse_step": 1,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "initializer_range": 0.02,
+    "intermediate_size": 5632,
+    "max_position_embeddings": 8192,
+    "max_window_layers": 21,
+    "model_type": "qwen2_moe",
+    "moe_intermediate_size": 1408,
+    "norm_topk_prob": False,
+    "num_attention_heads": 16,
+    "num_experts": 60,
+    "num_experts_per_tok": 4,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 16,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 1000000.0,
+    "shared_expert_intermediate_size": 5632,
+    "sliding_window": 32768,
+    "tie_word_embeddings": False,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+MINIMAX = {
+    "attn_type_list": [1] * 62,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 3072,
+    "intermediate_size": 1536,
+    "max_position_embeddings": 196608,
+    "model_type": "minimax_m2",
+    "num_attention_heads": 48,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 62,
+    "num_key_value_heads": 8,
+    "num_local_experts": 256,
+    "qk_norm_type": "per_layer",
+    "quantization_config": {"quant_method": "fp8", "fmt": "float8_e4m3fn", "weight_block_size": [128, 128]},
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 5000000,
+    "rotary_dim": 64,
+    "scoring_func": "sigmoid",
+    "shared_intermediate_size": 0,
+    "tie_word_embeddings": False,
+    "use_qk_norm": True,
+    "use_routing_bias": True,
+    "vocab_size": 200064,
+}
 MIXTRAL = {
     "hidden_act": "silu",
     "hidden_size": 4096,
@@ -214,6 +263,8 @@ HUB = {
     ("deepseek_v3", "671b"): DEEPSEEK,
     ("deepseek_v3", "16b"): LITE,
     ("kimi_k2", "1t"): KIMI,
+    ("qwen2_moe", "14b_a2.7b"): QWEN2,
+    ("minimax_m2", "230b_a10b"): MINIMAX,
     ("qwen3_moe", "30b_a3b"): QWEN,
     ("mixtral", "8x7b"): MIXTRAL,
     ("gpt_oss", "20b"): GPT_OSS,
@@ -251,7 +302,7 @@ def test_transformers_gives_an_exported_full_size_config_the_same_names_and_shap
             E, out, dim = tensor.shape
             prefix, linear = name.rsplit(".", 1)
             linears = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}[linear]
-            if family == "mixtral":
+            if family in ("mixtral", "minimax_m2"):
                 linears = {"gate_up_proj": ("w1", "w3"), "down_proj": ("w2",)}[linear]
             for e in range(E):
                 expected |= {f"{prefix}.{e}.{part}.weight": (out // len(linears), dim) for part in linears}

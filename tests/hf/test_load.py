@@ -88,6 +88,10 @@ def test_a_wrong_shape_names_the_tensor_and_both_shapes(qwen):
     [
         ({"model_type": "qwen3_mo"}, "model_type = 'qwen3_mo' is not supported. Did you mean 'qwen3_moe'"),
         ({"model_type": None}, "model_type = None is not supported. Known: deepseek_v2, deepseek_v3, glm4_moe"),
+        ({"model_type": "qwen4_moe"}, "model_type = 'qwen4_moe' is not supported. Known: deepseek_v2"),
+        ({"model_type": "deepseek_v4"}, "model_type = 'deepseek_v4' is not supported. Known: deepseek_v2"),
+        ({"model_type": "qwen3"}, "It has no experts: titan-moe upcycle makes"),
+        ({"model_type": "qwen3_next"}, "Our models do not have gated DeltaNet layers, attention with an output gate"),
         ({"hidden_size": None}, "hidden_size is missing"),
         ({"num_hidden_layers": "two"}, r"config\.json: a value has the wrong type"),
         ({"rope_parameters": 10000}, r"config\.json: a value has the wrong type"),

@@ -150,6 +150,8 @@ def test_tied_embeddings(tmp_path):
     [
         ("Qwen3Moe", {"norm_topk_prob": False, "mlp_only_layers": [0]}),
         ("Mixtral", {"sliding_window": 4}),
+        ("Qwen2Moe", {"qkv_bias": False, "norm_topk_prob": True, "mlp_only_layers": [0]}),
+        ("MiniMaxM2", {"rope_parameters": {"rope_type": "default", "rope_theta": 5e6}, "num_experts_per_tok": 3}),
         ("DeepseekV2", {"topk_method": "greedy", "q_lora_rank": 32}),
         ("DeepseekV3", {"q_lora_rank": None, "norm_topk_prob": False, "rope_interleave": False, "n_shared_experts": 2}),
         ("Glm4Moe", {"attention_bias": True, "use_qk_norm": False, "partial_rotary_factor": 0.25}),
@@ -166,7 +168,9 @@ def test_every_setting_of_config_json_reaches_the_model(family, changes, tmp_pat
     assert torch.equal(again(TOKENS).logits, theirs(TOKENS).logits)
 
 
-@pytest.mark.parametrize("family, flavor", [("deepseek_v3", "debug"), ("kimi_k2", "debug"), ("gpt_oss", "debug")])
+@pytest.mark.parametrize(
+    "family, flavor", [(family, "debug") for family in ("deepseek_v3", "kimi_k2", "gpt_oss", "qwen2_moe", "minimax_m2")]
+)
 def test_a_model_that_never_was_a_file_exports_to_transformers(family, flavor, tmp_path):
     ours = models.build(family, flavor, init_std=0.1).eval()
     titan_moe.save_hf(ours, tmp_path)

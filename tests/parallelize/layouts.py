@@ -30,6 +30,8 @@ MLA = {
     "router_dtype": "float64",
 }
 TINY = {
+    "qwen2_moe": {**GQA, "shared_hidden_dim": 12, "aux_loss_coef": 0.1},
+    "minimax_m2": {**GQA, "rotary_dims": 2},
     "qwen3_moe": {**GQA, "aux_loss_coef": 0.1, "z_loss_coef": 0.01},
     "mixtral": {**GQA, "sliding_window": 4},
     "gpt_oss": {**GQA, "sliding_window": 3},

@@ -23,7 +23,7 @@ class Job:
 @dataclass
 class Model:
     name: str = "qwen3_moe"
-    """Model family: deepseek_v3, kimi_k2, qwen3_moe, mixtral, gpt_oss, glm4_moe."""
+    """Model family: deepseek_v3, kimi_k2, qwen2_moe, qwen3_moe, mixtral, gpt_oss, glm4_moe, minimax_m2."""
     flavor: str = "debug"
     """Size within the family, for example debug or 30b_a3b."""
     tokenizer: str = "bytes"
@@ -225,8 +225,8 @@ class Checkpoint:
     last_save_in_hf: bool = False
     """Also write the final weights in Hugging Face format, to the folder hf under job.dump_folder."""
     export_dtype: Literal["float64", "float32", "bfloat16", "float16", "fp8", "source"] | None = None
-    """Dtype of last_save_in_hf; router and expert bias stay float32 at least. By default training.dtype; 'fp8': 128 x 128
-    blocks; 'source': each tensor's own in initial_load_path."""
+    """Dtype of last_save_in_hf, by default training.dtype; router and expert bias stay float32 at least. 'fp8': linears
+    in 128 x 128 blocks; 'source': each tensor's own in initial_load_path."""
 
 
 @dataclass

@@ -271,7 +271,7 @@ def _check_checkpoint(config: JobConfig) -> None:
     if checkpoint.initial_load_in_hf and path is None:
         raise ConfigError("checkpoint.initial_load_in_hf needs checkpoint.initial_load_path: the folder to read.")
     if checkpoint.export_dtype == "source" and not checkpoint.initial_load_in_hf:
-        raise ConfigError("checkpoint.export_dtype = 'source' needs checkpoint.initial_load_in_hf: the folder to follow.")
+        raise ConfigError("checkpoint.export_dtype = 'source' needs checkpoint.initial_load_in_hf: a folder to follow.")
     if not checkpoint.enable:
         keys = {"initial_load_path": None, "load_step": -1, "load_only": None, "exclude_from_loading": []}
         for key, unset in keys.items():

@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
-from titan_moe.errors import ConfigError, nearest
+from titan_moe.errors import ConfigError
 from titan_moe.hf.families import TRANSLATIONS, Reader, model_type
+from titan_moe.hf.refused import refusal
 from titan_moe.models import FAMILIES, ModelConfig
 from titan_moe.moe import MoEConfig
 
@@ -31,7 +32,7 @@ def config_from_hf(hf: dict[str, Any]) -> ModelConfig:
     """
     kind = hf.get("model_type")
     if kind not in TRANSLATIONS:
-        raise ConfigError(f"config.json: model_type = {kind!r} is not supported.{nearest(kind, TRANSLATIONS)}")
+        raise ConfigError(f"config.json: model_type = {kind!r} is not supported.{refusal(kind, TRANSLATIONS)}")
     _check_quantization(hf.get("quantization_config") or {})
     translation = TRANSLATIONS[kind]
     of_moe = {field.name for field in fields(MoEConfig)}

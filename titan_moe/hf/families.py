@@ -93,9 +93,9 @@ def _write_mixtral(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-def _read_qwen3_moe(hf: Reader) -> dict[str, Any]:
+def _read_qwen_moe(hf: Reader) -> dict[str, Any]:
+    """What Qwen2-MoE and Qwen3-MoE share."""
     hf.require("use_sliding_window", False)
-    hf.require("attention_bias", False)
     hf.require("decoder_sparse_step", 1)
     dense = sorted(hf.get("mlp_only_layers", default=[]))
     if dense != list(range(len(dense))):
@@ -113,7 +113,7 @@ def _read_qwen3_moe(hf: Reader) -> dict[str, Any]:
     }
 
 
-def _write_qwen3_moe(config: ModelConfig) -> dict[str, Any]:
+def _write_qwen_moe(config: ModelConfig) -> dict[str, Any]:
     return {
         "intermediate_size": config.ffn_dim or config.moe.hidden_dim,
         "moe_intermediate_size": config.moe.hidden_dim,
@@ -122,8 +122,62 @@ def _write_qwen3_moe(config: ModelConfig) -> dict[str, Any]:
         "mlp_only_layers": list(range(config.num_dense_layers)),
         "decoder_sparse_step": 1,
         "head_dim": config.head_dim,
-        "attention_bias": False,
         "use_sliding_window": False,
+    }
+
+
+def _read_qwen3_moe(hf: Reader) -> dict[str, Any]:
+    hf.require("attention_bias", False)
+    return _read_qwen_moe(hf)
+
+
+def _write_qwen3_moe(config: ModelConfig) -> dict[str, Any]:
+    return _write_qwen_moe(config) | {"attention_bias": False}
+
+
+def _read_qwen2_moe(hf: Reader) -> dict[str, Any]:
+    return _read_qwen_moe(hf) | {
+        "qkv_bias": hf.get("qkv_bias", default=True),
+        "shared_hidden_dim": hf.get("shared_expert_intermediate_size"),
+        "shared_gate": True,
+    }
+
+
+def _write_qwen2_moe(config: ModelConfig) -> dict[str, Any]:
+    own = {"qkv_bias": config.qkv_bias, "shared_expert_intermediate_size": config.moe.shared_hidden_dim}
+    # The layers' kinds follow from use_sliding_window; a list would go stale with the number of layers.
+    return _write_qwen_moe(config) | own | {"layer_types": ["full_attention"] * config.num_layers}
+
+
+def _read_minimax_m2(hf: Reader) -> dict[str, Any]:
+    hf.require("scoring_func", "sigmoid")
+    hf.require("use_routing_bias", True)
+    hf.require("use_qk_norm", True)
+    hf.require("qk_norm_type", "per_layer")
+    hf.require("shared_intermediate_size", 0)
+    hf.require("router_jitter_noise", 0)
+    if any(kind != 1 for kind in hf.get("attn_type_list", default=[])):
+        raise ConfigError("config.json: attn_type_list: only 1, full attention, is supported.")
+    theta, scaling, share = hf.rope(5e6)
+    common = _common(hf)
+    return common | {
+        "rotary_dims": hf.get("rotary_dim", default=int(common["head_dim"] * (1 if share is None else share))),
+        "norm_eps": hf.get("rms_norm_eps", default=1e-6),
+        "rope_theta": theta,
+        "rope_scaling": scaling,
+        "hidden_dim": hf.get("intermediate_size"),
+        "num_experts": hf.get("num_local_experts", "num_experts"),
+        **_SIGMOID,
+    }
+
+
+def _write_minimax_m2(config: ModelConfig) -> dict[str, Any]:
+    return {
+        "intermediate_size": config.moe.hidden_dim,
+        "num_local_experts": config.moe.num_experts,
+        "head_dim": config.head_dim,
+        "rotary_dim": config.rotary_dims,
+        "partial_rotary_factor": config.rotary_dims / config.head_dim,
     }
 
 
@@ -301,12 +355,14 @@ class Translation:
 
 TRANSLATIONS = {
     "mixtral": Translation("mixtral", "MixtralForCausalLM", _read_mixtral, _write_mixtral),
+    "qwen2_moe": Translation("qwen2_moe", "Qwen2MoeForCausalLM", _read_qwen2_moe, _write_qwen2_moe),
     "qwen3_moe": Translation("qwen3_moe", "Qwen3MoeForCausalLM", _read_qwen3_moe, _write_qwen3_moe),
     "deepseek_v2": Translation("deepseek_v3", "DeepseekV2ForCausalLM", _read_deepseek_v2, _write_deepseek_v2),
     "deepseek_v3": Translation("deepseek_v3", "DeepseekV3ForCausalLM", _read_deepseek_v3, _write_deepseek_v3),
     "kimi_k2": Translation("kimi_k2", "DeepseekV3ForCausalLM", _read_deepseek_v3, _write_deepseek_v3),
     "gpt_oss": Translation("gpt_oss", "GptOssForCausalLM", _read_gpt_oss, _write_gpt_oss),
     "glm4_moe": Translation("glm4_moe", "Glm4MoeForCausalLM", _read_glm4_moe, _write_glm4_moe),
+    "minimax_m2": Translation("minimax_m2", "MiniMaxM2ForCausalLM", _read_minimax_m2, _write_minimax_m2),
 }
 
 

@@ -4,7 +4,7 @@ Ranks tell each other names and places only. Values travel in batches, so that a
 and one batch, or one tensor where that is larger.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from math import prod
@@ -86,6 +86,26 @@ def holdings(tensors: dict[str, Tensor], order: Collection[str], *, alone: bool 
     return {name: found[name] for name in [*(n for n in order if n in found), *(n for n in found if n not in order)]}
 
 
+class ReadLater(Mapping):
+    """Tensors of ours that are read, or made, when they are asked for; the last one is kept."""
+
+    def __init__(self, names: Collection[str], read: Callable[[str], Tensor]) -> None:
+        self._names, self._read = names, read
+        self._last: tuple[str, Tensor | None] = ("", None)
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name != self._last[0]:
+            self._last = ("", None)
+            self._last = (name, self._read(name))
+        return self._last[1]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
 @dataclass(frozen=True)
 class HFTensor:
     """One tensor of a Hugging Face checkpoint and the parts of ours that it is made of."""
@@ -148,7 +168,7 @@ def own_shards(wanted: Iterable[HFTensor], tensors: dict[str, Tensor]) -> Iterat
 
 
 def gather(
-    wanted: Iterable[tuple[HFTensor, int | None]], held: dict[str, Held], tensors: dict[str, Tensor]
+    wanted: Iterable[tuple[HFTensor, int | None]], held: dict[str, Held], tensors: Mapping[str, Tensor]
 ) -> Iterator[tuple[HFTensor, Tensor | None]]:
     """Each tensor whole, on the rank that is named with it (None: on all), None elsewhere.
 
@@ -161,8 +181,10 @@ def gather(
 def _batches(wanted: Iterable[tuple[HFTensor, int | None]]) -> Iterator[tuple[list[HFTensor], int | None]]:
     batch: list[HFTensor] = []
     size, of = 0, None
+    # Alone there is nothing to send at once.
+    most = _BATCH_BYTES if world_size() > 1 else 0
     for each, to in wanted:
-        if batch and (of != (each.dtype, to) or size + each.nbytes > _BATCH_BYTES):
+        if batch and (of != (each.dtype, to) or size + each.nbytes > most):
             yield batch, of[1]
             batch, size = [], 0
         batch.append(each)
@@ -185,7 +207,7 @@ class _Part(NamedTuple):
 
 
 def _gather(
-    batch: list[HFTensor], to: int | None, held: dict[str, Held], tensors: dict[str, Tensor]
+    batch: list[HFTensor], to: int | None, held: dict[str, Held], tensors: Mapping[str, Tensor]
 ) -> list[Tensor | None]:
     me = rank()
     parts: dict[int, list[_Part]] = {}
@@ -238,5 +260,5 @@ def _gather(
     return outs
 
 
-def _device(tensors: dict[str, Tensor]) -> torch.device:
+def _device(tensors: Mapping[str, Tensor]) -> torch.device:
     return next(iter(tensors.values())).device if tensors else torch.get_default_device()

@@ -75,10 +75,16 @@ class HFNames:
     """Gate, up and down of one expert on disk."""
     interleaved: bool = False
     """Experts are stacked on disk too, ``[E, D, 2F]`` with gate and up in alternate columns (GPT-OSS)."""
+    shared: str = "shared_experts"
+    """The shared expert; the gate on it is called ``shared_expert_gate`` wherever it is there."""
+    bias_on_block: bool = False
+    """The selection bias lies on the block, not on the router."""
 
 
 NAMES = {
     "mixtral": HFNames(block="block_sparse_moe", linears=("w1", "w3", "w2")),
+    "minimax_m2": HFNames(block="block_sparse_moe", linears=("w1", "w3", "w2"), bias_on_block=True),
+    "qwen2_moe": HFNames(shared="shared_expert"),
     "qwen3_moe": HFNames(),
     "deepseek_v3": HFNames(),
     "kimi_k2": HFNames(),
@@ -115,13 +121,16 @@ def layouts(name: str, shape: tuple[int, ...], family: str, num_layers: int) -> 
             return [[Piece(f"{block}.{names.router}.{kind}", shape)] for block in blocks]
         case ["mlp", "router", "expert_bias"]:
             # On the gate (DeepSeek, GLM), on the block (MiniMax), on a nested router, or under Ling's name.
-            places = (f"{names.router}.e_score_correction_bias", "e_score_correction_bias")
+            on_router, on_block = f"{names.router}.e_score_correction_bias", "e_score_correction_bias"
+            places = (on_block, on_router) if names.bias_on_block else (on_router, on_block)
             places += ("router.e_score_correction_bias", f"{names.router}.expert_bias")
             return [[Piece(f"{block}.{place}", shape)] for block in blocks for place in places]
         case ["mlp", "experts", kind]:
             return _experts(kind, shape, names, blocks)
         case ["mlp", "shared", ("gate_proj" | "up_proj" | "down_proj") as linear, "weight"]:
-            return [[Piece(f"{block}.shared_experts.{linear}.weight", shape)] for block in blocks]
+            return [[Piece(f"{block}.{names.shared}.{linear}.weight", shape)] for block in blocks]
+        case ["mlp", "shared", "gate", "weight"] if names.shared == "shared_expert":
+            return [[Piece(f"{block}.shared_expert_gate.weight", shape)] for block in blocks]
         case ["mlp", ("gate_proj" | "up_proj" | "down_proj"), "weight"]:
             return [[Piece(f"{prefix}.{rest}", shape)]]
         case ["embed_tokens" | "shared_head", *_] if name.startswith("mtp."):

@@ -1,7 +1,7 @@
 """Our models into Hugging Face's format: safetensors shards, an index and ``config.json``."""
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,6 +18,8 @@ from titan_moe.hf.dtypes import FP8, Dtype, DtypePolicy
 from titan_moe.hf.folder import Entry, FolderWriter
 from titan_moe.hf.gather import (
     Held,
+    HFTensor,
+    ReadLater,
     Shard,
     Stages,
     all_shapes,
@@ -111,16 +113,30 @@ def save_hf(
     tensors = {name: copies[0] for name, copies in model_tensors(stages).items()}
     origin: HFOrigin | None = getattr(stages[0], "hf_origin", None)
     export = Export(config, origin, dtype, max_shard_gb, dtype_for)
-    held = holdings(tensors, all_shapes(config))
-    wanted = hf_tensors(config, held, copies=True)
-    entries = {each.name: (each.shape, each.dtype) for each in wanted}
-    with export.open(path, entries) as folder, Progress(disable=export.quiet, transient=True) as bar:
-        task = bar.add_task("Writing weights", total=folder.total)
-        for each, tensor in gather(((each, folder.writer_of(each.name)) for each in wanted), held, tensors):
-            if tensor is not None:
-                export.write(each.name, tensor)
-            bar.update(task, advance=each.nbytes)
-        export.finish()
+    export.write_all(path, holdings(tensors, all_shapes(config)), tensors)
+
+
+def write_tensors(
+    export: "Export",
+    path: str | Path,
+    tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
+    read: Callable[[str], Tensor],
+) -> None:
+    """Writes a folder from tensors that this process, alone, reads or makes one after the other.
+
+    Args:
+        export: what to write.
+        path: of the folder; see ``save_hf``.
+        tensors: shape and dtype of every tensor of ours, by name, in the model's order.
+        read: gives one of them whole; asked in that order.
+
+    Raises:
+        CheckpointError, ConfigError: as ``save_hf``.
+    """
+    held = {
+        name: Held(shape, dtype, {((0,) * len(shape), shape): [rank()]}) for name, (shape, dtype) in tensors.items()
+    }
+    export.write_all(path, held, ReadLater(tensors.keys(), read))
 
 
 class Export:
@@ -131,8 +147,6 @@ class Export:
         origin: where it came from; None: no file.
         dtype, max_shard_gb, dtype_for: see ``save_hf``.
     """
-
-    quiet = True
 
     def __init__(
         self,
@@ -160,14 +174,23 @@ class Export:
         self._dtypes: dict[str, torch.dtype] = {}
         self._folder: FolderWriter | None = None
 
-    def open(self, path: str | Path, entries: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> FolderWriter:
-        """The folder to ``write`` to. Every rank calls it.
+    def write_all(self, path: str | Path, held: dict[str, Held], tensors: Mapping[str, Tensor]) -> None:
+        """The folder, of which the ranks hold the tensors of ours. Every rank calls it."""
+        wanted = hf_tensors(self._config, held, copies=True)
+        folder = self._folder = self._plan(path, wanted)
+        with folder, Progress(disable=rank() != 0 or folder.total < BAR_FROM, transient=True) as bar:
+            task = bar.add_task("Writing weights", total=sum(each.nbytes for each in wanted))
+            for each, tensor in gather(((each, folder.writer_of(each.name)) for each in wanted), held, tensors):
+                if tensor is not None:
+                    self._write(each.name, tensor)
+                bar.update(task, advance=each.nbytes)
+                # The next one may need its memory.
+                del tensor
+            self._copy_extra()
+            folder.finish()
 
-        Args:
-            path: of the folder.
-            entries: shape and dtype in the model of every tensor, by Hugging Face name, in order.
-        """
-        all_entries = dict(entries)
+    def _plan(self, path: str | Path, wanted: list[HFTensor]) -> FolderWriter:
+        all_entries = {each.name: (each.shape, each.dtype) for each in wanted}
         for name in self._extra:
             all_entries[name] = self._source.shape(name), self._source.dtype(name)
         self._policy.check_used(all_entries)
@@ -178,14 +201,10 @@ class Export:
             if dtype == FP8:
                 blocks = tuple(-(-size // FP8_BLOCK) for size in shape)
                 files.append(Entry(f"{name}_scale_inv", blocks, torch.float32))
-        self._folder = FolderWriter(
-            Path(path).expanduser().resolve(), files, self._hf_config(all_entries), self._max_shard
-        )
-        self.quiet = rank() != 0 or self._folder.total < BAR_FROM
-        return self._folder
+        target = Path(path).expanduser().resolve()
+        return FolderWriter(target, files, self._hf_config(all_entries), self._max_shard)
 
-    def write(self, name: str, tensor: Tensor) -> None:
-        """One tensor, in the dtype that the model has it in, on the rank that writes its file."""
+    def _write(self, name: str, tensor: Tensor) -> None:
         dtype = self._dtypes[name]
         if dtype != FP8:
             self._folder.write(name, tensor.to(dtype))
@@ -194,15 +213,13 @@ class Export:
         self._folder.write(name, values)
         self._folder.write(f"{name}_scale_inv", scale)
 
-    def finish(self) -> None:
-        """Copies what passes through, and gives the folder its name. Every rank calls it."""
+    def _copy_extra(self) -> None:
         for name in self._extra:
             if self._folder.writer_of(name) == rank():
                 try:
                     self._pass_through(name)
                 except (CheckpointError, SafetensorError) as failure:
                     self._folder.fail(str(failure))
-        self._folder.finish()
 
     def _pass_through(self, name: str) -> None:
         if self._dtypes[name] == FP8 == self._source.stored_dtype(name):
@@ -210,7 +227,7 @@ class Export:
             self._folder.write(name, self._source.source.part(name))
             self._folder.write(scale, self._source.source.part(scale).float())
         else:
-            self.write(name, self._source.part(name))
+            self._write(name, self._source.part(name))
 
     def _hf_config(self, entries: Mapping[str, Any]) -> dict[str, Any]:
         origin = self._origin.config if self._origin else {}

@@ -8,7 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from titan_moe.errors import ConfigError, nearest
-from titan_moe.models import deepseek_v3, glm4_moe, gpt_oss, mixtral, qwen3_moe
+from titan_moe.models import deepseek_v3, glm4_moe, gpt_oss, minimax_m2, mixtral, qwen2_moe, qwen3_moe
 from titan_moe.models.spec import ModelConfig, override_config
 
 if TYPE_CHECKING:
@@ -47,10 +47,12 @@ class Family:
 FAMILIES = {
     "deepseek_v3": Family(deepseek_v3.FLAVORS),
     "kimi_k2": Family(deepseek_v3.KIMI_K2_FLAVORS),
+    "qwen2_moe": Family(qwen2_moe.FLAVORS),
     "qwen3_moe": Family(qwen3_moe.FLAVORS),
     "mixtral": Family(mixtral.FLAVORS),
     "gpt_oss": Family(gpt_oss.FLAVORS),
     "glm4_moe": Family(glm4_moe.FLAVORS),
+    "minimax_m2": Family(minimax_m2.FLAVORS),
 }
 
 

@@ -199,6 +199,7 @@ class Attention(nn.Module):
         qkv_bias: biases on the three input projections.
         out_bias: bias on the output projection.
         qk_norm: RMSNorm over each head of queries and keys.
+        norm_over_heads: that norm is one over all heads together (MiniMax-M2).
         window: sliding window; None: the whole past.
         sinks: one learned sink logit per head.
 
@@ -215,6 +216,7 @@ class Attention(nn.Module):
         qkv_bias: bool = False,
         out_bias: bool = False,
         qk_norm: bool = False,
+        norm_over_heads: bool = False,
         window: int | None = None,
         sinks: bool = False,
     ) -> None:
@@ -225,15 +227,18 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(config.dim, config.num_kv_heads * config.head_dim, bias=qkv_bias)
         self.v_proj = nn.Linear(config.dim, config.num_kv_heads * config.head_dim, bias=qkv_bias)
         self.o_proj = nn.Linear(config.num_heads * config.head_dim, config.dim, bias=out_bias)
-        self.q_norm = RMSNorm(config.head_dim, eps=config.norm_eps) if qk_norm else None
-        self.k_norm = RMSNorm(config.head_dim, eps=config.norm_eps) if qk_norm else None
+        q_heads, k_heads = (config.num_heads, config.num_kv_heads) if norm_over_heads else (1, 1)
+        self.norm_over_heads = norm_over_heads
+        self.q_norm = RMSNorm(q_heads * config.head_dim, eps=config.norm_eps) if qk_norm else None
+        self.k_norm = RMSNorm(k_heads * config.head_dim, eps=config.norm_eps) if qk_norm else None
         self.sinks = nn.Parameter(torch.empty(config.num_heads)) if sinks else None
 
     def forward(self, x_BSD: Tensor, context: ForwardContext) -> Tensor:
-        q = self.q_proj(x_BSD).unflatten(-1, (-1, self.head_dim))
-        k = self.k_proj(x_BSD).unflatten(-1, (-1, self.head_dim))
-        v = self.v_proj(x_BSD).unflatten(-1, (-1, self.head_dim))
-        if self.q_norm is not None:
+        q, k, v = self.q_proj(x_BSD), self.k_proj(x_BSD), self.v_proj(x_BSD)
+        if self.norm_over_heads and self.q_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k, v = (t.unflatten(-1, (-1, self.head_dim)) for t in (q, k, v))
+        if not self.norm_over_heads and self.q_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = rotate(q, context.cos, context.sin), rotate(k, context.cos, context.sin)
         softmax = self.context_parallel or attend

@@ -48,6 +48,7 @@ class Decoder(nn.Module):
             qkv_bias=spec.qkv_bias,
             out_bias=spec.out_bias,
             qk_norm=spec.qk_norm,
+            norm_over_heads=spec.norm_over_heads,
             window=spec.window,
             sinks=spec.sinks,
         )

@@ -88,6 +88,8 @@ class AttentionSpec:
     """Bias on the output projection."""
     qk_norm: bool = False
     """RMSNorm over each head of queries and keys."""
+    norm_over_heads: bool = False
+    """That norm is one over all heads together."""
     window: int | None = None
     """Positions each token attends to, itself included; None: the whole past."""
     sinks: bool = False

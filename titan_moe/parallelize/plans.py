@@ -15,6 +15,7 @@ from titan_moe.parallelize.styles import (
     Router,
     Rowwise,
     SequenceParallel,
+    ShardedNorm,
     VocabParallel,
 )
 
@@ -65,8 +66,10 @@ DECODER: Plan = {
 }
 
 PLANS: dict[str, Plan] = dict.fromkeys(
-    ("qwen3_moe", "deepseek_v3", "kimi_k2", "mixtral", "gpt_oss", "glm4_moe"), DECODER
+    ("qwen2_moe", "qwen3_moe", "deepseek_v3", "kimi_k2", "mixtral", "gpt_oss", "glm4_moe"), DECODER
 )
+# One norm over all heads, of which a rank has some.
+PLANS["minimax_m2"] = DECODER | dict.fromkeys(("**.self_attn.q_norm", "**.self_attn.k_norm"), ShardedNorm())
 """By model family."""
 
 

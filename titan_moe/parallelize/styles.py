@@ -18,6 +18,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.nn.functional import all_reduce
 from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 from torch.distributed.tensor import Replicate as Whole
 from torch.distributed.tensor.placement_types import Placement
@@ -258,6 +259,28 @@ class SequenceParallel:
 
     def apply(self, name: str, module: nn.Module, context: ApplyContext) -> None:
         Replicate().apply(name, module, context)
+
+
+@dataclass(frozen=True)
+class ShardedNorm:
+    """An RMSNorm over features that tp shares out: plain input and output, of this rank's features."""
+
+    def apply(self, name: str, module: nn.Module, context: ApplyContext) -> None:
+        if not isinstance(module, nn.RMSNorm):
+            raise ConfigError(f"ShardedNorm on {name}, a {type(module).__name__}: it is for nn.RMSNorm.")
+        if context.tp_size == 1:
+            return
+        features = module.weight.numel()
+        context.distribute(module, context.tp, weight=[Shard(0)])
+
+        def around(self: nn.Module, inner: Callable, x: Tensor) -> Tensor:
+            wide = x.to(torch.promote_types(x.dtype, torch.float32))
+            # Every rank's output depends on the sum, so its gradient is summed over the ranks too.
+            squares = all_reduce(wide.square().sum(-1, keepdim=True), group=context.tp.get_group())
+            with local_parameters(self, as_placed):
+                return (wide * (squares / features + self.eps).rsqrt() * self.weight).to(x.dtype)
+
+        wrap(module, "forward", around)
 
 
 @dataclass(frozen=True)
