@@ -114,10 +114,17 @@ def _upcycle(argv: list[str]) -> None:
     upcycle(argv)
 
 
+def _convert(argv: list[str]) -> None:
+    from titan_moe.convert import main as convert
+
+    convert(argv)
+
+
 COMMANDS = {
     "train": (_train, "train a model; options as for run_train.sh (--help lists them), NGPU=n sets the processes"),
     "generate": (_generate, "continue a text with a trained model: --checkpoint FOLDER --prompt TEXT"),
     "inspect": (_inspect, "show a checkpoint, verify it, compare it: inspect DIR [--diff OTHER]"),
+    "convert": (_convert, "Hugging Face folder to checkpoint or back: convert INPUT OUTPUT [--dtype …]"),
     "upcycle": (_upcycle, "experts from a dense model: upcycle --dense DIR --output DIR --experts 8 --top-k 2"),
     "report": (_report, "draw a run as one HTML file: report OUTPUT_DIR"),
     "tokenizer": (_tokenizer, "make a tokenizer.json from a dataset: tokenizer train --output FOLDER"),

@@ -6,6 +6,7 @@ import os
 import pytest
 import torch
 from hf_tiny import edit_config, equal, hf_model, rewrite, tensors_of
+from safetensors.torch import load_file, save_file
 
 import titan_moe
 from titan_moe import models
@@ -70,6 +71,63 @@ def test_a_truncated_file_is_one_line_with_its_name(size, qwen):
     with pytest.raises(CheckpointError, match=r"model\.safetensors: truncated or not a safetensors file") as error:
         titan_moe.load_hf(qwen)
     assert "\n" not in str(error.value)
+
+
+def header(**tensors) -> bytes:
+    text = json.dumps(tensors).encode()
+    return len(text).to_bytes(8, "little") + text
+
+
+def entry(first, end, shape=(2,)):
+    return {"dtype": "F32", "shape": list(shape), "data_offsets": [first, end]}
+
+
+HOSTILE = {
+    "a length beyond the file": (1 << 40).to_bytes(8, "little") + b"{}",
+    "a length beyond reason": b"\xff" * 8 + b"{}",
+    "no JSON": (4).to_bytes(8, "little") + b"oops",
+    "not UTF-8": (4).to_bytes(8, "little") + b"\xff\xfe{}",
+    "deep nesting": (200_000).to_bytes(8, "little") + b"[" * 200_000,
+    "negative offsets": header(x=entry(-8, 0)) + bytes(8),
+    "offsets beyond the file": header(x=entry(0, 8)) + bytes(4),
+    "overlapping offsets": header(x=entry(0, 8), y=entry(4, 12)) + bytes(12),
+    "a gap": header(x=entry(0, 8), y=entry(16, 24)) + bytes(24),
+    "offsets that do not fit the shape": header(x=entry(0, 12)) + bytes(12),
+    "a huge shape": header(x=entry(0, 8, (2**62, 2**62))) + bytes(8),
+    "a negative shape": header(x=entry(0, 8, (-2,))) + bytes(8),
+    "an unknown dtype": header(x={"dtype": "F7", "shape": [2], "data_offsets": [0, 8]}) + bytes(8),
+    "bytes behind the last tensor": header(x=entry(0, 8)) + bytes(64),
+}
+
+
+@pytest.mark.parametrize("fault", HOSTILE)
+def test_a_hostile_header_is_refused_with_the_files_name(fault, qwen):
+    (qwen / "model.safetensors").write_bytes(HOSTILE[fault])
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: truncated or not a safetensors file") as error:
+        titan_moe.load_hf(qwen)
+    assert "\n" not in str(error.value) and len(str(error.value)) < 600
+
+
+def test_names_held_twice_are_listed(qwen, tmp_path):
+    whole = tensors_of(qwen)
+    stacked = torch.stack([whole[f"model.layers.0.mlp.experts.{e}.down_proj.weight"] for e in range(8)])
+    rewrite(qwen, whole | {"model.layers.0.mlp.experts.down_proj": stacked})
+    message = r"1 held a second time, in another layout: model\.layers\.0\.mlp\.experts\.down_proj\."
+    with pytest.raises(CheckpointError, match=message):
+        titan_moe.load_hf(qwen)
+
+    hf_model("Qwen3Moe").save_pretrained(tmp_path / "shards", max_shard_size="40KB")
+    shards = sorted((tmp_path / "shards").glob("model-*.safetensors"))
+    name = "model.norm.weight"
+    holder = next(shard for shard in shards if name in load_file(shard))
+    other = next(shard for shard in shards if shard != holder)
+    save_file(load_file(other) | {name: torch.ones(64)}, other, {"format": "pt"})
+    with pytest.raises(CheckpointError, match=f"{other.name}: holds, like {holder.name}: {name}"):
+        titan_moe.load_hf(tmp_path / "shards")
+    index = tmp_path / "shards/model.safetensors.index.json"
+    index.write_text(f'{{"weight_map": {{"{name}": "{other.name}", "{name}": "{holder.name}"}}}}')
+    with pytest.raises(CheckpointError, match=f"1 names come twice: {name}"):
+        titan_moe.load_hf(tmp_path / "shards")
 
 
 def test_a_wrong_shape_names_the_tensor_and_both_shapes(qwen):

@@ -17,7 +17,7 @@ from titan_moe.errors import CheckpointError
 from titan_moe.hf.config import config_from_hf, differences, mtp_layers_in
 from titan_moe.hf.dtypes import check_dtype
 from titan_moe.hf.gather import Stages, all_shapes, box_of, local_part, model_tensors, stages_of
-from titan_moe.hf.names import Piece, is_router, layouts, repeats
+from titan_moe.hf.names import Box, Piece, is_router, layouts, repeats
 from titan_moe.hf.source import Dequantized, open_source
 from titan_moe.models import ModelConfig, from_config
 from titan_moe.models.spec import override_config
@@ -163,12 +163,16 @@ def _fill(model: Stages, source: Dequantized, plan: Plan) -> None:
 
 
 def fill_tensor(name: str, tensor: Tensor, source: Dequantized, plan: Plan) -> None:
-    """Reads this rank's part of one tensor of ours, in the tensor's dtype.
+    """Reads this rank's part of one tensor of ours, in the tensor's dtype; see ``fill_part``."""
+    fill_part(name, local_part(tensor), box_of(tensor), source, plan)
+
+
+def fill_part(name: str, local: Tensor, box: Box, source: Dequantized, plan: Plan) -> None:
+    """Reads into ``local`` what lies in ``box`` of one tensor of ours.
 
     Raises:
         CheckpointError: what the file holds a second time under another name differs.
     """
-    local, box = local_part(tensor), box_of(tensor)
     for piece in plan.pieces[name]:
         if (cut := piece.cut(box)) is None:
             continue
