@@ -3,17 +3,20 @@
 import json
 import os
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 import torch
-from hf_tiny import FAMILIES, edit_config, equal, hf_model, rewrite, tensors_of
+from hf_tiny import edit_config, equal, hf_model, rewrite, tensors_of
 from safetensors.torch import load_file
+from tiny_families import FAMILIES
 
 import titan_moe
 from titan_moe import models
-from titan_moe.checkpoint import load_weights
+from titan_moe.checkpoint import Checkpointer, load_weights
 from titan_moe.cli import main
+from titan_moe.config import JobConfig
 from titan_moe.convert import Convert, convert
 from titan_moe.errors import CheckpointError, ConfigError
 from titan_moe.hf.quantized import dequantize_fp8
@@ -134,7 +137,7 @@ def test_mtp_layers_that_are_not_trained_pass_through_a_conversion(tmp_path, cap
     assert equal(tensors_of(tmp_path / "like"), tensors_of(tmp_path / "moved"))
 
 
-def test_fault_23_a_pattern_decides_the_dtype_and_one_that_fits_nothing_is_refused(qwen, tmp_path):
+def test_fault_23_a_pattern_decides_the_dtype(qwen, tmp_path):
     rules = ["*.mlp.gate.weight=bfloat16", "*.layers.0.*=float16", "*norm*=float64"]
     convert(Convert(str(qwen), str(tmp_path / "out"), to="hf", dtype_for=rules))
     for name, tensor in tensors_of(tmp_path / "out").items():
@@ -143,9 +146,28 @@ def test_fault_23_a_pattern_decides_the_dtype_and_one_that_fits_nothing_is_refus
         want = torch.float16 if ".layers.0." in name else want
         want = torch.bfloat16 if name.endswith(".mlp.gate.weight") else want
         assert tensor.dtype == want, name
+
+
+def test_fault_21_a_pattern_that_fits_nothing_is_refused(qwen, tmp_path):
     with pytest.raises(ConfigError, match=r"dtype_for '\*\.router\.\*': fits no tensor"):
-        convert(Convert(str(qwen), str(tmp_path / "out2"), to="hf", dtype_for=["*.router.*=float32"]))
-    assert not (tmp_path / "out2").exists()
+        convert(Convert(str(qwen), str(tmp_path / "out"), to="hf", dtype_for=["*.router.*=fp8"]))
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_checkpoint_of_a_training_run_becomes_a_hugging_face_folder(tmp_path, capsys):
+    job = JobConfig()
+    job.model.name, job.model.override = "minimax_m2", {"num_layers": 2, "hidden_dim": 48}
+    ours = models.build("minimax_m2", "debug", num_layers=2, hidden_dim=48)
+    optimizer = torch.optim.AdamW(ours.parameters())
+    ours(TOKENS).square().mean().backward()
+    optimizer.step()
+    Checkpointer(tmp_path / "run/checkpoint").save(3, ours, optimizer, extra={"config": asdict(job)})
+    convert(Convert(str(tmp_path / "run"), str(tmp_path / "out")))
+    assert equal(tensors_of(tmp_path / "out"), dict(titan_moe.iter_hf_tensors(ours)))
+    # What is converted is a checkpoint like any other.
+    convert(Convert(str(tmp_path / "out"), str(tmp_path / "again")))
+    main(["inspect", str(tmp_path / "again")])
+    assert "minimax_m2" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

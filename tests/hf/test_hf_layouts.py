@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from hf_tiny import FAMILIES, equal, hf_model, tensors_of
+from hf_tiny import equal, hf_model, tensors_of
+from tiny_families import FAMILIES
 
 import titan_moe
 from titan_moe.config.job import Parallelism
@@ -122,3 +123,35 @@ def test_a_full_disk_on_one_writer_is_reported_by_all_and_leaves_nothing(tmp_pat
     run_ranks(8, fail_on_one_rank, str(tmp_path / "in"), str(tmp_path / "out"))
     assert equal(tensors_of(tmp_path / "out"), tensors_of(tmp_path / "in"))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "out"]
+
+
+def train_without_moving(folder, dump, options):
+    from titan_moe.config import load_config
+    from titan_moe.trainer import train
+
+    argv = f"""--job.dump_folder {dump} --model.name qwen3_moe --training.steps 1 --training.seq_len 16
+        --training.global_batch_size 2 --training.local_batch_size 2 --training.num_workers 0 --training.max_norm 0
+        --optimizer.lr 1e-300 --metrics.no_enable_tensorboard --checkpoint.enable --checkpoint.initial_load_in_hf
+        --checkpoint.initial_load_path {folder} --checkpoint.last_save_in_hf --checkpoint.export_dtype source"""
+    for name, value in OVERRIDE.items():
+        argv += f" --model.override.{name} {value}"
+    train(load_config([*argv.split(), *options]))
+
+
+OVERRIDE = {"num_layers": 3, "dim": 64, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "hidden_dim": 32}
+OVERRIDE |= {"vocab_size": 264, "num_experts": 8, "max_seq_len": 128}
+
+
+def test_a_pipelined_run_starts_from_hugging_face_weights_and_ends_with_them(tmp_path, run_ranks):
+    hf_model("Qwen3Moe", vocab_size=264, num_hidden_layers=3).bfloat16().save_pretrained(tmp_path / "in")
+    text = tmp_path / "text"
+    text.mkdir()
+    (text / "a.txt").write_text("the quick brown fox jumps over the lazy dog. " * 200)
+    options = ["--training.dataset", "text", "--training.dataset_path", str(text)]
+    options += ["--parallelism.pipeline_parallel_degree", "2"]
+    for _ in range(2):
+        # A step so small that nothing moves; the second run resumes from its checkpoint and only exports again.
+        run_ranks(2, train_without_moving, str(tmp_path / "in"), str(tmp_path / "run"), options)
+        before, after = tensors_of(tmp_path / "in"), tensors_of(tmp_path / "run/hf")
+        assert equal(after, before)
+        assert {n: t.dtype for n, t in after.items()} == {n: t.dtype for n, t in before.items()}

@@ -6,8 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from hf_tiny import FAMILIES, hf_model, on_disk
+from hf_tiny import hf_model, on_disk
 from safetensors import safe_open
+from tiny_families import FAMILIES
 
 import titan_moe
 from titan_moe import models

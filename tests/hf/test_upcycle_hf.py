@@ -5,7 +5,8 @@ import json
 import pytest
 import torch
 import transformers
-from hf_tiny import COMMON, edit_config, tensors_of
+from hf_tiny import edit_config, tensors_of
+from tiny_families import COMMON
 
 import titan_moe
 from titan_moe.cli import main

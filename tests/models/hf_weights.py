@@ -2,70 +2,19 @@
 
 import torch
 import transformers
+from tiny_families import COMMON, FAMILIES
 from torch import Tensor, nn
 
 from titan_moe import models
 
-_COMMON = {
-    "vocab_size": 128,
-    "hidden_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "attn_implementation": "eager",
-    "tie_word_embeddings": False,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-_EXPERTS = {"moe_intermediate_size": 32, "num_experts_per_tok": 2, "intermediate_size": 96}
-_DEEPSEEK = {"n_routed_experts": 8, "n_shared_experts": 1, "first_k_dense_replace": 1, "norm_topk_prob": True}
-_LAYERS = {"layer_types": ["sliding_attention", "full_attention"]}
 HF = {
-    "mixtral": ("Mixtral", {"intermediate_size": 96, "num_local_experts": 4, "num_experts_per_tok": 2}),
-    "qwen3_moe": ("Qwen3Moe", {**_EXPERTS, "head_dim": 16, "num_experts": 8, "norm_topk_prob": True}),
-    "deepseek_v3": (
-        "DeepseekV3",
-        {
-            **_EXPERTS,
-            **_DEEPSEEK,
-            "num_key_value_heads": 4,
-            "n_group": 4,
-            "topk_group": 2,
-            "routed_scaling_factor": 2.5,
-            "q_lora_rank": 32,
-            "kv_lora_rank": 16,
-            "qk_nope_head_dim": 16,
-            "qk_rope_head_dim": 8,
-            "v_head_dim": 16,
-        },
-    ),
-    "gpt_oss": (
-        "GptOss",
-        {
-            **_LAYERS,
-            "intermediate_size": 32,
-            "head_dim": 16,
-            "num_local_experts": 4,
-            "num_experts_per_tok": 2,
-            "sliding_window": 8,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
-        },
-    ),
-    "glm4_moe": (
-        "Glm4Moe",
-        {
-            **_EXPERTS,
-            **_DEEPSEEK,
-            "head_dim": 16,
-            "n_group": 1,
-            "topk_group": 1,
-            "routed_scaling_factor": 1.5,
-            "use_qk_norm": True,
-        },
-    ),
+    "mixtral": "Mixtral",
+    "qwen3_moe": "Qwen3Moe",
+    "deepseek_v3": "DeepseekV3",
+    "gpt_oss": "GptOss",
+    "glm4_moe": "Glm4Moe",
 }
+"""transformers' name of each family of ours."""
 _OURS_COMMON = {"vocab_size": 128, "dim": 64, "num_layers": 2, "num_heads": 4, "max_seq_len": 128, "top_k": 2}
 OURS = {
     "mixtral": {"num_kv_heads": 2, "head_dim": 16, "hidden_dim": 96, "num_experts": 4, "rope_theta": 1e6},
@@ -117,9 +66,9 @@ def twins(
     family: str, hf_extra: dict | None = None, ours_extra: dict | None = None
 ) -> tuple[nn.Module, models.Decoder]:
     """A random tiny transformers model in fp32 and ours with the same weights, both in training mode."""
-    class_name, settings = HF[family]
+    class_name = HF[family]
     torch.manual_seed(0)
-    hf_config = getattr(transformers, class_name + "Config")(**{**_COMMON, **settings, **(hf_extra or {})})
+    hf_config = getattr(transformers, class_name + "Config")(**{**COMMON, **FAMILIES[class_name], **(hf_extra or {})})
     hf = getattr(transformers, class_name + "ForCausalLM")(hf_config).float().train()
     with torch.no_grad():
         for name, parameter in hf.named_parameters():

@@ -4,7 +4,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -154,7 +154,7 @@ class FolderWriter:
                 raise self._failure(error)
         self._on_rank_0(self._publish)
 
-    def _on_rank_0(self, action) -> None:
+    def _on_rank_0(self, action: Callable[[], None]) -> None:
         error = None
         if rank() == 0:
             try:
