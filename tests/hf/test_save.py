@@ -207,3 +207,26 @@ def test_a_sharded_model_loads_and_exports_and_a_failure_reaches_every_rank(qwen
     for name, gradient in titan_moe.iter_hf_tensors(alone, source="gradient"):
         for rank in range(2):
             torch.testing.assert_close(gradients[rank][name], gradient, msg=name)
+
+
+def test_a_file_of_many_dtypes_is_aligned_and_takes_its_tensors_in_any_order(tmp_path):
+    tensors = {
+        "bytes": torch.arange(5, dtype=torch.uint8),
+        "odd": torch.arange(3).bfloat16(),
+        "scalar": torch.tensor(7, dtype=torch.int64),
+        "eight": torch.arange(3).to(torch.float8_e4m3fn),
+        "transposed": torch.randn(3, 2, dtype=torch.float64).T,
+        "none": torch.empty(0, 4),
+        "wide": torch.randn(2, 3),
+    }
+    file = folder.ShardFile(tmp_path / "x", [folder.Entry(n, tuple(t.shape), t.dtype) for n, t in tensors.items()])
+    for name in ("wide", "odd", "none", "bytes", "transposed", "scalar", "eight"):
+        file.write(name, tensors[name])
+    read = load_file(tmp_path / "x")
+    assert read.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert read[name].dtype == tensor.dtype and torch.equal(read[name].float(), tensor.float()), name
+    content = (tmp_path / "x").read_bytes()
+    header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
+    for name, tensor in tensors.items():
+        assert header[name]["data_offsets"][0] % tensor.element_size() == 0, name
