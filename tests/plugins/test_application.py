@@ -36,7 +36,7 @@ def test_one_part_with_layers_is_enough():
     assert apply(0, 2) == apply(2, 0)[::-1] == [[], ["partial", "partial"]]
 
 
-def test_no_part_with_layers_is_refused():
+def test_fault_21_a_plugin_that_matched_nothing_is_refused():
     assert apply(0).startswith("plugin 'recompute' matched nothing in any stage")
     with pytest.raises(MatchedNothing):
         PLUGIN.apply(layers(0), PluginContext(config=JobConfig(), device=torch.device("cpu")))
