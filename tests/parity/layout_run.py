@@ -2,6 +2,7 @@
 
 import hashlib
 import sys
+from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -41,7 +42,9 @@ NEGLIGIBLE = 1e-6
 class Run:
     """What one rank holds of a case."""
 
-    def __init__(self, case: Case, meshes: Meshes) -> None:
+    def __init__(
+        self, case: Case, meshes: Meshes, prepare: Callable[[nn.Module], nn.Module] = lambda module: module
+    ) -> None:
         self.case, self.meshes = case, meshes
         d = meshes.degrees
         place = d.coordinates(dist.get_rank())[0]
@@ -54,7 +57,7 @@ class Run:
             device=torch.device("cpu"),
             dtype=torch.float64,
             seed=None,
-            prepare=_recomputed if case.recompute else lambda module: module,
+            prepare=_recomputed if case.recompute else prepare,
         )
         self.modules = nn.ModuleList(self.runner.modules)
         for module in self.modules:

@@ -231,8 +231,12 @@ class Checkpoint:
 
 @dataclass
 class ActivationCheckpoint:
-    mode: Literal["none", "full"] = "none"
-    """'full' recomputes each decoder layer in the backward pass."""
+    mode: Literal["none", "full", "selective", "targets"] = "none"
+    """What runs again in the backward pass instead of being kept: 'full' each decoder layer, 'selective' each decoder
+    layer but for the results of costly operators, 'targets' the parts that targets names."""
+    targets: list[str] = field(default_factory=list)
+    """Parts of layers: core_attn, layernorm, mla_up_proj, mlp, moe, moe_act, qk_norm, shared_expert, or patterns of
+    module names such as '**.o_proj'. docs/memory.md has the bytes and the cost of each."""
 
 
 @dataclass

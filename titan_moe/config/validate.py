@@ -83,6 +83,7 @@ def validate(config: JobConfig, world_size: int = 1) -> None:
     _check_checkpoint(config)
     _check_profiling(config)
     _check_optimizer(config)
+    _check_recompute(config)
     degrees = resolve_degrees(config.parallelism, world_size)
     batch = resolve_batch(config, degrees.dp_replicate * degrees.dp_shard)
     tokens = batch.local * config.training.seq_len
@@ -209,6 +210,16 @@ def _check_ranges(config: JobConfig) -> None:
         value = _value(config, key)
         if value is not None and value >= 2**63:
             raise ConfigError(f"{key} = {value}: must be less than 2**63.")
+
+
+def _check_recompute(config: JobConfig) -> None:
+    mode, targets = config.activation_checkpoint.mode, config.activation_checkpoint.targets
+    if (mode == "targets") != bool(targets):
+        way = "Name at least one" if mode == "targets" else "Set mode = 'targets', or leave targets out"
+        raise ConfigError(
+            f"activation_checkpoint.targets = {targets} with activation_checkpoint.mode = {mode!r}: targets belong to "
+            f"mode 'targets', which needs them. {way}."
+        )
 
 
 def _check_sizes(config: JobConfig) -> None:

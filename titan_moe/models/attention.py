@@ -3,9 +3,10 @@
 Shapes: B sequences, S positions, H query heads, K dims of a query or key head, V dims of a value head, D model dim.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import pairwise
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -171,6 +172,7 @@ class ContextAttention(Protocol):
         mask: Tensor | None,
         scale: float,
         sinks_H: Tensor | None = None,
+        attend: Callable[..., Tensor] = attend,
     ) -> Tensor: ...
 
 
@@ -191,7 +193,23 @@ class HeadRows(NamedTuple):
     powers_R: Tensor
 
 
-class Attention(nn.Module):
+class _SoftmaxAttention(nn.Module):
+    """What attention blocks share.
+
+    Attributes:
+        context_parallel: what stands in for ``attend`` where ranks share a sequence; see ``ContextAttention``.
+    """
+
+    context_parallel: "ContextAttention | None" = None
+    attend = staticmethod(attend)
+
+    def softmax(self, q_BSHK: Tensor, k_BSGK: Tensor, v_BSGV: Tensor, mask: Tensor | None, *args: Any) -> Tensor:
+        """``attend``, through ``context_parallel`` where ranks share a sequence."""
+        run = self.attend if self.context_parallel is None else partial(self.context_parallel, attend=self.attend)
+        return run(q_BSHK, k_BSGK, v_BSGV, mask, *args)
+
+
+class Attention(_SoftmaxAttention):
     """Grouped-query attention with rotary positions.
 
     Args:
@@ -202,12 +220,7 @@ class Attention(nn.Module):
         norm_over_heads: that norm is one over all heads together (MiniMax-M2).
         window: sliding window; None: the whole past.
         sinks: one learned sink logit per head.
-
-    Attributes:
-        context_parallel: what stands in for ``attend`` where ranks share a sequence; see ``ContextAttention``.
     """
-
-    context_parallel: "ContextAttention | None" = None
 
     def __init__(
         self,
@@ -234,15 +247,18 @@ class Attention(nn.Module):
         self.sinks = nn.Parameter(torch.empty(config.num_heads)) if sinks else None
 
     def forward(self, x_BSD: Tensor, context: ForwardContext) -> Tensor:
-        q, k, v = self.q_proj(x_BSD), self.k_proj(x_BSD), self.v_proj(x_BSD)
+        q, k = self.norm_and_rotate(self.q_proj(x_BSD), self.k_proj(x_BSD), context)
+        v = self.v_proj(x_BSD).unflatten(-1, (-1, self.head_dim))
+        return self.o_proj(self.softmax(q, k, v, context.masks[mask_kind(self)], self.head_dim**-0.5, self.sinks))
+
+    def norm_and_rotate(self, q: Tensor, k: Tensor, context: ForwardContext) -> tuple[Tensor, Tensor]:
+        """Queries and keys by head, from all heads' in one dim: normed where configured, with their positions."""
         if self.norm_over_heads and self.q_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        q, k, v = (t.unflatten(-1, (-1, self.head_dim)) for t in (q, k, v))
+        q_BSHK, k_BSGK = (t.unflatten(-1, (-1, self.head_dim)) for t in (q, k))
         if not self.norm_over_heads and self.q_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        q, k = rotate(q, context.cos, context.sin), rotate(k, context.cos, context.sin)
-        softmax = self.context_parallel or attend
-        return self.o_proj(softmax(q, k, v, context.masks[mask_kind(self)], self.head_dim**-0.5, self.sinks))
+            q_BSHK, k_BSGK = self.q_norm(q_BSHK), self.k_norm(k_BSGK)
+        return rotate(q_BSHK, context.cos, context.sin), rotate(k_BSGK, context.cos, context.sin)
 
     def query_key_rows(self) -> dict[str, HeadRows] | None:
         """Rows of parameters that a head's logits are linear in; None: a norm makes the logits independent of them.
@@ -261,12 +277,11 @@ class Attention(nn.Module):
         }
 
 
-class LatentAttention(nn.Module):
+class LatentAttention(_SoftmaxAttention):
     """Multi-head latent attention: keys and values from one low-rank latent (DeepSeek-V2, arXiv 2405.04434, 2.1)."""
 
     window = None
     sinks = None
-    context_parallel: "ContextAttention | None" = None
 
     def __init__(self, config: "DeepseekV3Config") -> None:
         super().__init__()
@@ -290,23 +305,33 @@ class LatentAttention(nn.Module):
 
     def forward(self, x_BSD: Tensor, context: ForwardContext) -> Tensor:
         cos, sin = context.cos, context.sin
-        if hasattr(self, "q_proj"):
-            q = self.q_proj(x_BSD)
-        else:
-            q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x_BSD)))
-        q = q.unflatten(-1, (-1, self.nope_dim + self.rope_dim))
-        q = rotate(q, cos, sin, start=self.nope_dim, interleaved=self.interleaved)
+        q = self.q_proj(x_BSD) if hasattr(self, "q_proj") else self.q_a_layernorm(self.q_a_proj(x_BSD))
         latent, k_rope = self.kv_a_proj_with_mqa(x_BSD).split((self.kv_lora_rank, self.rope_dim), dim=-1)
         k_rope = rotate(k_rope[:, :, None], cos[..., self.nope_dim :], sin, interleaved=self.interleaved)
         latent = self.kv_a_layernorm(latent)
         if self.context_parallel is not None:
             whole = self.context_parallel.latent(torch.cat((latent, k_rope[:, :, 0]), dim=-1))
             latent, k_rope = whole[..., : self.kv_lora_rank], whole[:, :, None, self.kv_lora_rank :]
-        kv = self.kv_b_proj(latent).unflatten(-1, (-1, self.nope_dim + self.v_dim))
+        q, k, v = self.up_project(q, latent, k_rope, context)
+        return self.o_proj(self.softmax(q, k, v, context.masks[mask_kind(self)], self.scale))
+
+    def up_project(
+        self, q_BSQ: Tensor, latent_BSL: Tensor, k_rope_BS1R: Tensor, context: ForwardContext
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values of all heads from the latents and the keys' rotated part.
+
+        Args:
+            q_BSQ: the queries' latent, or what ``q_proj`` made where there is none.
+            latent_BSL: of keys and values.
+            k_rope_BS1R: shared by all heads.
+            context: what all layers share.
+        """
+        q = q_BSQ if hasattr(self, "q_proj") else self.q_b_proj(q_BSQ)
+        q = q.unflatten(-1, (-1, self.nope_dim + self.rope_dim))
+        q = rotate(q, context.cos, context.sin, start=self.nope_dim, interleaved=self.interleaved)
+        kv = self.kv_b_proj(latent_BSL).unflatten(-1, (-1, self.nope_dim + self.v_dim))
         k_nope, v = kv.split((self.nope_dim, self.v_dim), dim=-1)
-        k = torch.cat((k_nope, k_rope.expand(-1, -1, k_nope.shape[2], -1)), dim=-1)
-        softmax = self.context_parallel or attend
-        return self.o_proj(softmax(q, k, v, context.masks[mask_kind(self)], self.scale))
+        return q, torch.cat((k_nope, k_rope_BS1R.expand(-1, -1, k_nope.shape[2], -1)), dim=-1), v
 
     def query_key_rows(self) -> dict[str, HeadRows]:
         """See ``Attention``. The rotary part of a key is shared by all heads and left alone."""

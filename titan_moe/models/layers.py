@@ -32,7 +32,11 @@ class FeedForward(nn.Module):
         self.down_proj = nn.Linear(hidden_dim, dim, bias=False)
 
     def forward(self, x_BSD: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x_BSD)) * self.up_proj(x_BSD))
+        return self.down_proj(self.nonlinearity(self.gate_proj(x_BSD), self.up_proj(x_BSD)))
+
+    def nonlinearity(self, gate: Tensor, up: Tensor) -> Tensor:
+        """What stands between the linears."""
+        return F.silu(gate) * up
 
 
 class DecoderLayer(nn.Module):

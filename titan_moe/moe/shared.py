@@ -33,8 +33,12 @@ class SharedExpert(nn.Module):
         z = self.up_proj(x)
         if self.gate_proj is not None:
             z = torch.cat([self.gate_proj(x), z], dim=-1)
-        a = activate(z, self.activation)
+        a = self.nonlinearity(z)
         if self.gate is not None:
             # Scales the output, whose linear has no bias; here, so that tensor parallelism need not cut between them.
             a = F.sigmoid(self.gate(x)) * a
         return self.down_proj(a)
+
+    def nonlinearity(self, z: Tensor) -> Tensor:
+        """What stands between the linears: pre-activation ``[..., n * F] -> [..., F]``."""
+        return activate(z, self.activation)

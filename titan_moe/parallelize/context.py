@@ -138,10 +138,11 @@ class ContextParallel:
         mask: Tensor | None,
         scale: float,
         sinks_H: Tensor | None = None,
+        attend: Callable[..., Tensor] = attend,
     ) -> Tensor:
-        """``attend`` for this rank's tokens, ``[B, S, H * V]``."""
+        """``attend``, of which the caller may have its own, for this rank's tokens: ``[B, S, H * V]``."""
         run = self._gathered if self.method == "allgather" else self._exchanged
-        return run(q_BSHK, k_BSGK, v_BSGV, mask, scale, sinks_H)
+        return run(q_BSHK, k_BSGK, v_BSGV, mask, scale, sinks_H, attend)
 
     def causal(self, q_BSHK: Tensor, k_BSGK: Tensor, v_BSGV: Tensor, scale: float) -> Tensor:
         """Attention to all earlier tokens, with no mask prepared."""
@@ -150,7 +151,7 @@ class ContextParallel:
         mask = attention_mask(S, None, None, False, device=q_BSHK.device, dtype=q_BSHK.dtype, queries_Q=queries)
         return self(q_BSHK, k_BSGK, v_BSGV, mask, scale)
 
-    def _gathered(self, q_BSHK, k_BSGK, v_BSGV, mask, scale, sinks_H) -> Tensor:
+    def _gathered(self, q_BSHK, k_BSGK, v_BSGV, mask, scale, sinks_H, attend) -> Tensor:
         S, (G, K), V = q_BSHK.shape[1], k_BSGK.shape[2:], v_BSGV.shape[3]
         if k_BSGK.shape[1] == S:
             kv = _whole(_Gather.apply(torch.cat((k_BSGK, v_BSGV), dim=-1).flatten(2), self.group))
@@ -159,7 +160,7 @@ class ContextParallel:
         runs = [(self.rank * chunk, chunk), ((2 * self.size - 1 - self.rank) * chunk, chunk)]
         return attend(q_BSHK, k_BSGK, v_BSGV, mask, scale, sinks_H, runs)
 
-    def _exchanged(self, q_BSHK, k_BSGK, v_BSGV, mask, scale, sinks_H) -> Tensor:
+    def _exchanged(self, q_BSHK, k_BSGK, v_BSGV, mask, scale, sinks_H, attend) -> Tensor:
         n = self.size
         H, G = q_BSHK.shape[2], k_BSGK.shape[2]
         if H % n:

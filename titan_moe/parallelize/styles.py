@@ -12,7 +12,6 @@ With one tp rank everything is plain and the styles of dense modules change noth
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from types import MethodType
 from typing import Any, Literal, Protocol
 
 import torch
@@ -24,6 +23,7 @@ from torch.distributed.tensor import Replicate as Whole
 from torch.distributed.tensor.placement_types import Placement
 
 from titan_moe.errors import ConfigError
+from titan_moe.modules import wrap
 from titan_moe.moe import MoE
 from titan_moe.moe.dispatch import build_dispatcher
 from titan_moe.parallelize.context import ContextParallel, SharedAttention
@@ -95,20 +95,6 @@ def _own(tensor: DTensor) -> DTensor:
     if local.is_meta or local.untyped_storage().nbytes() == local.numel() * local.element_size():
         return tensor
     return to_dtensor(local.clone(), tensor.device_mesh, tensor.placements, tensor.shape)
-
-
-def wrap(module: nn.Module, method: str, around: Callable[..., Any]) -> None:
-    """Replace ``module.method(...)`` by ``around(module, inner, ...)``, where ``inner`` is the method as it was.
-
-    Names and classes stay, and a deep copy of the module wraps the copy.
-    """
-    bound = getattr(module, method)
-    function = getattr(bound, "__func__", None) or (lambda self, *args, **kwargs: bound(*args, **kwargs))
-
-    def wrapped(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return around(self, MethodType(function, self), *args, **kwargs)
-
-    setattr(module, method, MethodType(wrapped, module))
 
 
 def gather(x: Tensor) -> Tensor:

@@ -61,7 +61,7 @@ def chosen(config: JobConfig) -> list[Plugin]:
 
     register(recompute.PLUGIN)
     names = list(config.plugins.use)
-    if config.activation_checkpoint.mode == "full" and "recompute" not in names:
+    if config.activation_checkpoint.mode != "none" and "recompute" not in names:
         names.append("recompute")
     for name in names:
         if name not in _REGISTRY:

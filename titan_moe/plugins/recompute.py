@@ -1,50 +1,148 @@
-"""Activation recompute (report section 4.1.4): each decoder layer runs again in the backward pass."""
+"""Activation recompute (report section 4.1.4): whole layers, single operators, or named parts of layers.
 
+- ``full``: each layer runs again; its input is all that is kept.
+- ``selective``: each layer runs again, but torch keeps the results of costly operators.
+- ``targets``: the named parts run again, one by one, and their results are not kept either; see ``regions.py``. What
+  each saves and costs is in docs/memory.md.
+"""
+
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
+import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from titan_moe.config import model_overrides
 from titan_moe.config.job import JobConfig
 from titan_moe.errors import MatchedNothing
+from titan_moe.models import config as model_config
+from titan_moe.models import from_config
+from titan_moe.modules import wrap
 from titan_moe.plugins import PluginContext
+from titan_moe.plugins.regions import Region
+from titan_moe.plugins.saved import saved_tensors
+from titan_moe.plugins.targets import RECOMPUTE, Match, check_all_matched, check_targets, find, outermost
+
+_KEY = "activation_checkpoint.targets"
+# They draw no random numbers, so the generators' states need not be kept.
+_DETERMINISTIC = {"layernorm", "qk_norm", "mla_up_proj", "core_attn", "moe_act"}
 
 
-def recompute_layers(model: nn.Module) -> int:
-    """Recompute every child of the model's ``ModuleList``/``ModuleDict`` containers; returns how many.
-
-    The module tree and all names stay as they are: only ``forward`` is replaced.
-    """
-    layers = [
+def layers_of(model: nn.Module) -> list[nn.Module]:
+    """The children of the model's ``ModuleList``/``ModuleDict`` containers."""
+    return [
         layer
         for container in model.children()
         if isinstance(container, nn.ModuleList | nn.ModuleDict)
-        for layer in (container.values() if isinstance(container, nn.ModuleDict) else container)
+        for layer in container.children()
     ]
+
+
+def recompute_layers(model: nn.Module, context_fn: Callable[[], Any] | None = None) -> int:
+    """Recompute every layer; returns how many. Names stay as they are: only ``forward`` is replaced.
+
+    Args:
+        model: changed in place.
+        context_fn: contexts of the first run and the second, as ``torch.utils.checkpoint.checkpoint`` takes them.
+    """
+    layers = layers_of(model)
+    keywords = {} if context_fn is None else {"context_fn": context_fn}
     for layer in layers:
-        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, **keywords)
     return len(layers)
 
 
+def recompute_targets(model: nn.Module, targets: Sequence[str]) -> list[Match]:
+    """Recompute the named parts of ``model``, in place; what lies within another is part of that one.
+
+    Args:
+        model: the root: what is outside of it keeps what it saves.
+        targets: names of ``RECOMPUTE``, or patterns of module names.
+
+    Returns:
+        the parts.
+    """
+    layers, saved = {id(layer) for layer in layers_of(model)}, saved_tensors(model)
+    matches = list(outermost(find(model, targets, RECOMPUTE)))
+    for match in matches:
+        region = Region(
+            match.name,
+            saved,
+            discard=id(match.module) not in layers,
+            repeats_communication=match.target == "moe",
+            draws=match.target not in _DETERMINISTIC,
+        )
+        wrap(match.module, match.method, region.around)
+    return matches
+
+
+def costly_operators() -> Callable[[], Any]:
+    """The ``context_fn`` of ``selective``: results of attention, collectives and every second product are kept."""
+    aten = torch.ops.aten
+    kept = {
+        aten._scaled_dot_product_efficient_attention.default,
+        aten._scaled_dot_product_flash_attention.default,
+        aten._scaled_dot_product_flash_attention_for_cpu.default,
+        aten._scaled_dot_product_cudnn_attention.default,
+        torch.ops._c10d_functional.all_gather_into_tensor.default,
+        torch.ops._c10d_functional.reduce_scatter_tensor.default,
+        torch.ops._c10d_functional.all_to_all_single.default,
+        torch.ops._c10d_functional.wait_tensor.default,
+    }
+    # Not those over groups: experts change their results in place, and what is kept must stay.
+    products = {aten.mm.default, aten.addmm.default, aten.bmm.default}
+
+    def contexts() -> Any:
+        seen = {False: 0, True: 0}
+
+        def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+            if op in products:
+                seen[context.is_recompute] += 1
+                keep = seen[context.is_recompute] % 2 == 1
+            else:
+                keep = op in kept
+            return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+
+        return create_selective_checkpoint_contexts(policy)
+
+    return contexts
+
+
 class Recompute:
-    """``activation_checkpoint.mode = "full"``, or ``[plugins] use = ["recompute"]``."""
+    """``activation_checkpoint.mode``; ``[plugins] use = ["recompute"]`` with mode ``none`` is ``full``."""
 
     name = "recompute"
 
     def validate(self, config: JobConfig) -> None:
-        """Nothing to refuse: it works with every configuration."""
+        """Refuse targets that are not known, or that the model has nothing of."""
+        targets = config.activation_checkpoint.targets
+        if targets:
+            check_targets(_KEY, targets, RECOMPUTE)
+            check_all_matched(_KEY, targets, find(model_on_meta(config), targets, RECOMPUTE))
 
     def apply(self, model: nn.Module, context: PluginContext) -> nn.Module:
-        """Wrap the layers in place.
+        """Change ``model``, all of it or a pipeline's stage, in place.
 
         Raises:
-            MatchedNothing: the model has no container of layers.
+            MatchedNothing: there is none of what is to run again here.
         """
-        if recompute_layers(model) == 0:
+        config = context.config.activation_checkpoint
+        if config.mode == "targets":
+            if not recompute_targets(model, config.targets):
+                raise MatchedNothing(f"{_KEY} = {config.targets} matched nothing in any stage. Name other parts.")
+        elif recompute_layers(model, costly_operators() if config.mode == "selective" else None) == 0:
             raise MatchedNothing(
                 "plugin 'recompute' matched nothing in any stage: the model has no ModuleList or ModuleDict of layers."
             )
         return model
+
+
+def model_on_meta(config: JobConfig) -> nn.Module:
+    """The whole model of a configuration, without storage."""
+    with torch.device("meta"):
+        return from_config(model_config(config.model.name, config.model.flavor, **model_overrides(config)))
 
 
 PLUGIN = Recompute()
