@@ -240,6 +240,17 @@ class ActivationCheckpoint:
 
 
 @dataclass
+class ActivationOffload:
+    targets: list[str] = field(default_factory=list)
+    """What waits on the host for its backward pass: saved tensors of attn, attn_norm, attn_proj, core_attn,
+    expert_fc1, mlp, mlp_norm, moe, moe_act, qkv, shared_expert, or of modules by patterns such as '**.o_proj'."""
+    fraction: float = 1.0
+    """Share of the bytes of each target that travels."""
+    min_bytes: int = 1048576
+    """Smaller tensors stay on the device, in bytes."""
+
+
+@dataclass
 class Compile:
     enable: bool = False
     """Compile each decoder layer with torch.compile."""
@@ -326,6 +337,7 @@ class JobConfig:
     moe: Moe = field(default_factory=Moe)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     activation_checkpoint: ActivationCheckpoint = field(default_factory=ActivationCheckpoint)
+    activation_offload: ActivationOffload = field(default_factory=ActivationOffload)
     compile: Compile = field(default_factory=Compile)
     validation: Validation = field(default_factory=Validation)
     metrics: Metrics = field(default_factory=Metrics)

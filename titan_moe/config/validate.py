@@ -17,6 +17,7 @@ LOADABLE = ("optimizer", "lr_scheduler", "dataloader", "train_state", "rng")
 """What checkpoint.exclude_from_loading can name besides the model's tensors."""
 
 _AT_LEAST = {
+    "activation_offload.min_bytes": 0,
     "training.steps": 1,
     "training.seq_len": 1,
     "training.num_workers": 0,
@@ -59,6 +60,7 @@ _OVERRIDE_AT_MOST = {"num_layers": 10_000, "num_dense_layers": 10_000, "mtp_dept
 _OTHER_OVERRIDES_AT_MOST = 2**31
 _POSITIVE = ("optimizer.lr", "optimizer.eps")
 _SHARES = (
+    "activation_offload.fraction",
     "lr_scheduler.decay_ratio",
     "lr_scheduler.min_lr_factor",
     "optimizer.offload_fraction",

@@ -18,9 +18,9 @@ from titan_moe.distributed import gather_objects
 from titan_moe.errors import ConfigError, MatchedNothing, nearest
 
 
-@dataclass
+@dataclass(eq=False)
 class PluginContext:
-    """What a plugin may look at: the resolved configuration and where the model runs."""
+    """What a plugin may look at: the resolved configuration and where the model runs. One for all parts of a model."""
 
     config: JobConfig
     device: torch.device
@@ -57,12 +57,16 @@ def chosen(config: JobConfig) -> list[Plugin]:
     Raises:
         ConfigError: an unknown name, a name given twice, or what a plugin refuses.
     """
-    from titan_moe.plugins import recompute
+    from titan_moe.plugins import offload, recompute
 
     register(recompute.PLUGIN)
+    register(offload.PLUGIN)
     names = list(config.plugins.use)
     if config.activation_checkpoint.mode != "none" and "recompute" not in names:
-        names.append("recompute")
+        # What it changes is then for others to see.
+        names.insert(0, "recompute")
+    if config.activation_offload.targets and "offload" not in names:
+        names.append("offload")
     for name in names:
         if name not in _REGISTRY:
             raise ConfigError(f"plugins.use: unknown plugin {name!r}.{nearest(name, _REGISTRY)}")

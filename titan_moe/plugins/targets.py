@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 from torch import nn
 
@@ -25,11 +26,13 @@ class Part:
         pattern: of module names, see ``NamePattern``.
         method: of those modules.
         accepts: further condition on the module.
+        only: of what is saved there, just its ``inputs``, or just what is ``made`` there; None: all.
     """
 
     pattern: str
     method: str = "forward"
     accepts: Callable[[nn.Module], bool] = lambda module: True
+    only: Literal["inputs", "made"] | None = None
 
 
 SHARED = tuple(Part(f"**.{name}") for name in ("shared", "shared_experts", "shared_expert"))
@@ -59,7 +62,12 @@ class Match:
     target: str
     name: str
     module: nn.Module
-    method: str
+    part: Part
+
+    @property
+    def method(self) -> str:
+        """Of the module."""
+        return self.part.method
 
 
 def is_pattern(target: str) -> bool:
@@ -85,7 +93,7 @@ def find(model: nn.Module, targets: Iterable[str], known: Mapping[str, tuple[Par
     parts = {target: known.get(target) or (Part(target),) for target in targets}
     patterns = {part.pattern: NamePattern(part.pattern) for of_target in parts.values() for part in of_target}
     return [
-        Match(target, name, module, part.method)
+        Match(target, name, module, part)
         for name, module in modules_by_name(model)
         for target, of_target in parts.items()
         for part in of_target
