@@ -96,6 +96,21 @@ def _layout(argv: list[str]) -> None:
     )
 
 
+def _memory(argv: list[str]) -> None:
+    from rich.console import Console
+
+    from titan_moe.config import validate
+    from titan_moe.memory import measure, show
+
+    real = "--real" in argv
+    argv = [word for word in argv if word != "--real"]
+    if argv and not argv[0].startswith("-"):
+        argv = ["--job.config_file", *argv]
+    config = load_config(argv, program="titan-moe memory [FILE] [--real]")
+    validate(config)
+    show(measure(config, real=real), Console())
+
+
 def _generate(argv: list[str]) -> None:
     from titan_moe.generate import main as generate
 
@@ -131,6 +146,7 @@ COMMANDS = {
     "config": (_config, "print the resolved configuration as TOML: config FILE [--section.key value …]"),
     "mesh": (_mesh, "who holds what: NGPU=8 titan-moe mesh [FILE] --parallelism.tensor_parallel_degree 2 …"),
     "layout": (_layout, "which layers each pipeline stage holds: titan-moe layout [FILE] --parallelism.…"),
+    "memory": (_memory, "tensors held at the peak of a step, what recompute and offload would save: memory [FILE]"),
     "doctor": (_doctor, "versions, devices, and which optional packages are there"),
 }
 

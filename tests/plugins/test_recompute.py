@@ -27,6 +27,7 @@ OF_FAMILY = {
         **{"q_lora_rank": 12, "kv_lora_rank": 16, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 20},
     },
     "qwen3_moe": {"num_kv_heads": 2, "head_dim": 16},
+    "minimax_m2": {"num_kv_heads": 2, "head_dim": 16},
     "gpt_oss": {"num_kv_heads": 2, "head_dim": 16, "sliding_window": 24},
     "glm4_moe": {"num_kv_heads": 2, "head_dim": 16, "num_dense_layers": 1, "ffn_dim": 48, "shared_hidden_dim": 20},
 }
@@ -146,7 +147,7 @@ def held_after_forward(model: Decoder) -> int:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_moe", "glm4_moe"])
+@pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_moe", "minimax_m2", "glm4_moe"])
 def test_bytes_held_between_forward_and_backward_are_those_of_the_formula(family, dtype):
     # Wider than tall, so that the tables of experts count for less than a percent; values as wide as keys, since the
     # CPU's kernel pads them; few positions, since its attention otherwise works piece by piece.

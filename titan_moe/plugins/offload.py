@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from titan_moe.config.job import JobConfig
-from titan_moe.errors import ConfigError
+from titan_moe.errors import ConfigError, MatchedNothing
 from titan_moe.modules import wrap
 from titan_moe.plugins import PluginContext
 from titan_moe.plugins.offloader import Offloader, Scope
@@ -134,7 +134,11 @@ class Offload:
         check_all_matched(_KEY, targets, find(model_on_meta(config), targets, OFFLOAD))
 
     def apply(self, model: nn.Module, context: PluginContext) -> nn.Module:
-        """Change ``model``, all of it or a pipeline's stage, in place."""
+        """Change ``model``, all of it or a pipeline's stage, in place.
+
+        Raises:
+            MatchedNothing: there is none of what is to travel here.
+        """
         config = context.config.activation_offload
         if context not in self._of_runs:
             copies = copies_for(context.device)
@@ -142,7 +146,8 @@ class Offload:
             self._of_runs[context] = offloader, [0]
         offloader, stages = self._of_runs[context]
         keep_last = getattr(model, "has_head", True)
-        offload_activations(model, config.targets, offloader, stage=stages[0], keep_last=keep_last)
+        if not offload_activations(model, config.targets, offloader, stage=stages[0], keep_last=keep_last):
+            raise MatchedNothing(f"{_KEY} = {config.targets} matched nothing in any stage. Name other parts.")
         stages[0] += 1
         return model
 

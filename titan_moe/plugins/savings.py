@@ -9,9 +9,7 @@ expert, s of the shared expert; n linears before an activation; E experts, k per
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-import torch
-
-from titan_moe.models import ModelConfig, from_config
+from titan_moe.models.spec import ModelConfig
 
 
 @dataclass(frozen=True)
@@ -51,12 +49,13 @@ class _Shape:
     def __init__(self, config: ModelConfig, seq_len: int, b: int) -> None:
         self.b, self.w, self.S = b, max(b, 4), seq_len
         self.D, self.H, self.G, self.K = config.dim, config.num_heads, config.num_kv_heads, config.head_dim
-        self.latent = hasattr(config, "kv_lora_rank")
+        attention = config.attention(0)
+        self.latent = attention.latent
         self.q = (config.q_lora_rank or 0) if self.latent else 0
         self.l, self.r = (config.kv_lora_rank, config.qk_rope_head_dim) if self.latent else (0, 0)
         self.V = config.v_head_dim if self.latent else config.head_dim
-        with torch.device("meta"):
-            self.norms = not self.latent and from_config(config).attention(0).q_norm is not None
+        self.norms = 2 if attention.norm_over_heads else self.H + self.G
+        self.norms *= attention.qk_norm
         moe = config.moe
         self.F, self.f, self.s = config.ffn_dim, moe.hidden_dim, moe.shared_hidden_dim
         self.n, self.E, self.k, self.De = 2 if moe.gated else 1, moe.num_experts, moe.top_k, moe.expert_dim
@@ -73,7 +72,7 @@ def _layernorm(x: _Shape) -> _PerToken:
 def _qk_norm(x: _Shape) -> _PerToken:
     if x.latent:
         return x.q * x.b + (x.w if x.q else 0) + x.l * x.b + x.w, 0
-    return ((x.H + x.G) * (x.K * x.b + x.w) if x.norms else 0), 0
+    return ((x.H + x.G) * x.K * x.b + x.norms * x.w if x.norms else 0), 0
 
 
 def _mla_up_proj(x: _Shape) -> _PerToken:

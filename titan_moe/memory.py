@@ -1,0 +1,193 @@
+"""``titan-moe memory``: two training steps of a configuration in one process, and which tensors stood at the peak.
+
+The steps run on fake tensors, which have shapes but no memory, so any model that one device would hold can be looked
+at anywhere; routing takes the same shapes whatever it decides. With ``--real`` they run on the CPU.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from titan_moe.config import JobConfig
+from titan_moe.config.job import Parallelism
+from titan_moe.config.validate import resolved_dtypes
+from titan_moe.models import init_parameters
+from titan_moe.observe.flops import flops_per_token
+from titan_moe.observe.memory import Held, TensorTracker, total_bytes
+from titan_moe.optim import build_optimizer
+from titan_moe.parallelize import Whole, build_model, check_run
+from titan_moe.plugins import Application, PluginContext, chosen
+from titan_moe.plugins.offload import OFFLOAD, offload_activations
+from titan_moe.plugins.offloader import Offloader
+from titan_moe.plugins.recompute import recompute_targets
+from titan_moe.plugins.savings import savings
+from titan_moe.plugins.streams import SimulatedCopies
+from titan_moe.plugins.targets import find
+
+_CPU = torch.device("cpu")
+_MIB = 2**20
+
+
+@dataclass(frozen=True)
+class TargetReport:
+    """What one target of recompute would change in a micro-batch, bytes and floating-point operations."""
+
+    target: str
+    predicted: int
+    """Bytes not kept, by the formulas of ``titan_moe.plugins.savings``."""
+    measured: int
+    flops: int
+    """Of the products that run again."""
+
+
+@dataclass(frozen=True)
+class MemoryReport:
+    """What ``measure`` found; bytes."""
+
+    tokens: int
+    """Of a micro-batch."""
+    parameters: int
+    gradients: int
+    optimizer: int
+    kept: int
+    """From the forward pass for the backward pass, as configured."""
+    peak: tuple[Held, ...]
+    """What was alive at the peak of the second step, besides the three above."""
+    recompute: tuple[TargetReport, ...]
+    offload: dict[str, int]
+    """Of each target of offload, what would wait on the host, without the last layer's."""
+    step_flops: int
+    """Of a micro-batch, forward and backward, without recompute."""
+
+
+def measure(config: JobConfig, *, real: bool = False) -> MemoryReport:
+    """Run two steps of ``config`` in this process, then the forward pass with each target of recompute and offload.
+
+    Args:
+        config: of a run that one process can do.
+        real: on the CPU's memory instead of fake tensors.
+
+    Raises:
+        ConfigError: the configuration cannot run, or needs more than one process.
+    """
+    model_config, _, batch = check_run(config, 1)
+    plugins = chosen(config)
+    # Activations have the dtype of compute, and so do parameters as FSDP gathers them.
+    dtype = getattr(torch, resolved_dtypes(config)[1])
+    ids = torch.zeros(batch.local, config.training.seq_len, dtype=torch.int64)
+    mode = nullcontext() if real else FakeTensorMode(allow_non_fake_inputs=True)
+    application = Application(plugins, PluginContext(config=config, device=_CPU))
+
+    def runner_of(prepare: Callable[[nn.Module], nn.Module]) -> Whole:
+        # Parameters come on meta: only what is made from there on is fake.
+        runner = build_model(
+            model_config, Parallelism(), None, device=torch.device("meta"), dtype=dtype, seed=None, prepare=prepare
+        )
+        with mode:
+            runner.modules[0].to_empty(device=_CPU)
+        if real:
+            init_parameters(runner.modules[0], 0)
+        return runner
+
+    def forward(prepare: Callable[[nn.Module], nn.Module]) -> int:
+        (model,) = runner_of(prepare).modules
+        with mode, TensorTracker() as held:
+            outputs = model(ids)
+            kept = total_bytes(held.alive())
+        del outputs
+        return kept
+
+    runner = runner_of(application.apply)
+    (model,) = runner.modules
+    tracker = TensorTracker()
+    with mode:
+        optimizer = build_optimizer(model, config.optimizer)
+        weight = torch.ones((), dtype=torch.float64)
+        # Gradients and moments are there from the first step on.
+        for step in (1, 2):
+            with tracker if step == 2 else nullcontext():
+                runner.train_step({"input_ids": ids, "labels": ids}, weight)
+                optimizer.step()
+    plain = forward(lambda module: module)
+    targets = [
+        TargetReport(target, saving.nbytes, plain - forward(partial(_recomputed, target)), saving.flops)
+        for target, saving in savings(model_config, ids.numel(), ids.shape[1], dtype.itemsize).items()
+    ]
+    away = {}
+    for target in OFFLOAD:
+        offloader = Offloader(SimulatedCopies())
+        forward(partial(_offloaded, target, offloader))
+        away[target] = offloader.left - offloader.cancelled
+    states = [t for state in optimizer.state.values() for t in state.values() if isinstance(t, Tensor)]
+    return MemoryReport(
+        tokens=ids.numel(),
+        parameters=_bytes(model.parameters()),
+        gradients=_bytes(p.grad for p in model.parameters() if p.grad is not None),
+        optimizer=_bytes(states),
+        kept=forward(Application(plugins, PluginContext(config=config, device=_CPU)).apply),
+        peak=tuple(tracker.peak()),
+        recompute=tuple(targets),
+        offload=away,
+        step_flops=flops_per_token(model_config, config.training.seq_len) * ids.numel(),
+    )
+
+
+def _recomputed(target: str, module: nn.Module) -> nn.Module:
+    recompute_targets(module, [target])
+    return module
+
+
+def _offloaded(target: str, offloader: Offloader, module: nn.Module) -> nn.Module:
+    if find(module, [target], OFFLOAD):
+        offload_activations(module, [target], offloader)
+    return module
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+def show(report: MemoryReport, console: Console, rows: int = 40) -> None:
+    """Print ``report``: the peak tensor by tensor, equal ones of different layers in one row, then every option."""
+    peak = total_bytes(report.peak)
+    static = report.parameters + report.gradients + report.optimizer
+    console.print(
+        f"{report.tokens:,} tokens. MiB: parameters {_mib(report.parameters)}, gradients {_mib(report.gradients)}, "
+        f"optimizer {_mib(report.optimizer)}; kept between forward and backward {_mib(report.kept)}; at the peak "
+        f"{_mib(peak)} of activations and temporaries, {_mib(static + peak)} in all."
+    )
+    grouped: Counter[tuple] = Counter()
+    for one in report.peak:
+        where = re.sub(r"\.\d+(?=\.|$)", ".*", one.module)
+        grouped[where, one.operator, one.shape, str(one.dtype).removeprefix("torch."), one.nbytes] += 1
+    ordered = sorted(grouped.items(), key=lambda item: -item[0][-1] * item[1])
+    table = Table("MiB", "tensors", "shape", "dtype", "made in", "by", title="held at the peak")
+    for (where, operator, shape, dtype, nbytes), count in ordered[:rows]:
+        table.add_row(_mib(nbytes * count), str(count), str(list(shape)), dtype, where, operator)
+    rest = sum(key[-1] * count for key, count in ordered[rows:])
+    if rest:
+        table.add_row(_mib(rest), str(sum(count for _, count in ordered[rows:])), "", "", "smaller ones", "")
+    console.print(table)
+    table = Table("target", "MiB measured", "MiB by formula", "more FLOPs", title="recompute would not keep")
+    for one in report.recompute:
+        share = f"{one.flops / report.step_flops:.1%}"
+        table.add_row(one.target, _mib(one.measured), _mib(one.predicted), share)
+    console.print(table)
+    table = Table("target", "MiB", title="offload would send to the host, the last layer's apart")
+    for target, nbytes in report.offload.items():
+        if nbytes:
+            table.add_row(target, _mib(nbytes))
+    console.print(table)
+
+
+def _mib(nbytes: int) -> str:
+    return f"{nbytes / _MIB:,.2f}"
