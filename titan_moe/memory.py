@@ -26,11 +26,10 @@ from titan_moe.observe.memory import Held, TensorTracker, total_bytes
 from titan_moe.optim import build_optimizer
 from titan_moe.parallelize import Whole, build_model, check_run
 from titan_moe.plugins import Application, PluginContext, chosen
-from titan_moe.plugins.offload import OFFLOAD, offload_activations
+from titan_moe.plugins.offload import OFFLOAD, copies_for, offload_activations
 from titan_moe.plugins.offloader import Offloader
 from titan_moe.plugins.recompute import recompute_targets
 from titan_moe.plugins.savings import savings
-from titan_moe.plugins.streams import SimulatedCopies
 from titan_moe.plugins.targets import find
 
 _CPU = torch.device("cpu")
@@ -83,9 +82,14 @@ def measure(config: JobConfig, *, real: bool = False) -> MemoryReport:
     plugins = chosen(config)
     # Activations have the dtype of compute, and so do parameters as FSDP gathers them.
     dtype = getattr(torch, resolved_dtypes(config)[1])
-    ids = torch.zeros(batch.local, config.training.seq_len, dtype=torch.int64)
     mode = nullcontext() if real else FakeTensorMode(allow_non_fake_inputs=True)
-    application = Application(plugins, PluginContext(config=config, device=_CPU))
+    with mode:
+        ids = torch.zeros(batch.local, config.training.seq_len, dtype=torch.int64)
+    # Where plugins believe the model to be: fake tensors have no bytes to move.
+    device = _CPU if real else torch.device("meta")
+
+    def configured(module: nn.Module) -> nn.Module:
+        return Application(plugins, PluginContext(config=config, device=device)).apply(module)
 
     def runner_of(prepare: Callable[[nn.Module], nn.Module]) -> Whole:
         # Parameters come on meta: only what is made from there on is fake.
@@ -106,7 +110,7 @@ def measure(config: JobConfig, *, real: bool = False) -> MemoryReport:
         del outputs
         return kept
 
-    runner = runner_of(application.apply)
+    runner = runner_of(configured)
     (model,) = runner.modules
     tracker = TensorTracker()
     with mode:
@@ -124,7 +128,7 @@ def measure(config: JobConfig, *, real: bool = False) -> MemoryReport:
     ]
     away = {}
     for target in OFFLOAD:
-        offloader = Offloader(SimulatedCopies())
+        offloader = Offloader(copies_for(device))
         forward(partial(_offloaded, target, offloader))
         away[target] = offloader.left - offloader.cancelled
     states = [t for state in optimizer.state.values() for t in state.values() if isinstance(t, Tensor)]
@@ -133,7 +137,7 @@ def measure(config: JobConfig, *, real: bool = False) -> MemoryReport:
         parameters=_bytes(model.parameters()),
         gradients=_bytes(p.grad for p in model.parameters() if p.grad is not None),
         optimizer=_bytes(states),
-        kept=forward(Application(plugins, PluginContext(config=config, device=_CPU)).apply),
+        kept=forward(configured),
         peak=tuple(tracker.peak()),
         recompute=tuple(targets),
         offload=away,

@@ -45,7 +45,12 @@ def wrap(module: nn.Module, method: str, around: Callable[..., Any]) -> None:
     Names and classes stay, and a deep copy of the module wraps the copy.
     """
     bound = getattr(module, method)
-    function = getattr(bound, "__func__", None) or (lambda self, *args, **kwargs: bound(*args, **kwargs))
+    if getattr(bound, "__self__", None) is module:
+        function = bound.__func__
+    else:
+
+        def function(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            return bound(*args, **kwargs)
 
     def wrapped(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return around(self, MethodType(function, self), *args, **kwargs)

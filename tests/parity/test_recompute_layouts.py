@@ -1,4 +1,4 @@
-"""Recompute of named parts changes no bit under any layout: losses, gradients, norms, routing counters."""
+"""Recompute of named parts and offload change no bit under any layout: losses, gradients, norms, routing counters."""
 
 import pytest
 import torch
@@ -8,7 +8,10 @@ from model_case import STEPS, Case, batch_of, local
 from torch import nn
 
 from titan_moe.parallelize import build_meshes
+from titan_moe.plugins.offload import offload_activations
+from titan_moe.plugins.offloader import Offloader
 from titan_moe.plugins.recompute import recompute_targets
+from titan_moe.plugins.streams import SimulatedCopies
 from titan_moe.plugins.targets import RECOMPUTE
 
 pytestmark = pytest.mark.slow
@@ -39,6 +42,7 @@ LAYOUTS = (
 FINE = ("layernorm", "qk_norm", "mla_up_proj", "core_attn", "moe_act", "**.o_proj")
 COARSE = ("layernorm", "mlp", "moe", "core_attn")
 SHARED = ("layernorm", "mlp", "shared_expert", "mla_up_proj")
+AWAY = ("attn_norm", "core_attn", "expert_fc1", "moe_act")
 
 
 def step(run: Run, number: int) -> dict[str, torch.Tensor]:
@@ -50,12 +54,15 @@ def step(run: Run, number: int) -> dict[str, torch.Tensor]:
     return made | {"norm": norm} | {key: value for key, value in report.items() if key != "names"}
 
 
-def differences(case: Case, targets: tuple[str, ...]) -> tuple[int, list[str]]:
-    """How many parts of this rank's modules are recomputed, and what differs from the run without."""
-    meshes, parts = build_meshes(case.parallelism()), []
+def differences(case: Case, targets: tuple[str, ...], away: tuple[str, ...]) -> tuple[int, int, list[str]]:
+    """How many parts of this rank are recomputed, bytes that left, and what differs from the run without."""
+    meshes, parts, offloader, stages = build_meshes(case.parallelism()), [], Offloader(SimulatedCopies()), []
 
     def prepare(module: nn.Module) -> nn.Module:
         parts.extend(recompute_targets(module, targets))
+        if away:
+            offload_activations(module, away, offloader, stage=len(stages), keep_last=module.has_head)
+            stages.append(module)
         return module
 
     runs = [Run(case, meshes), Run(case, meshes, prepare)]
@@ -63,24 +70,27 @@ def differences(case: Case, targets: tuple[str, ...]) -> tuple[int, list[str]]:
     for number in range(STEPS):
         want, got = (step(run, number) for run in runs)
         different += [f"step {number}: {key}" for key in want if not torch.equal(want[key], got[key])]
-    return len(parts), different
+    return len(parts), offloader.left, different
 
 
-@pytest.mark.parametrize("targets", [FINE, COARSE, SHARED], ids=["fine", "coarse", "shared"])
+@pytest.mark.parametrize(
+    "targets, away",
+    [(FINE, ()), (COARSE, ()), (SHARED, ()), ((), AWAY), (FINE, AWAY)],
+    ids=["fine", "coarse", "shared", "away", "both"],
+)
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_named_parts_change_no_bit(run_ranks, name, targets):
+def test_no_bit_changes(run_ranks, name, targets, away):
     case = MATRIX[name]
     case = Case(**{**vars(case), "override": {**case.override, "jitter": 0.05}})
-    results = run_ranks(case.ranks, differences, case, targets)
-    assert sum(parts for parts, _ in results) > 0
-    assert [different for _, different in results] == [[]] * case.ranks
+    results = run_ranks(case.ranks, differences, case, targets, away)
+    assert (sum(parts for parts, _, _ in results) > 0) == bool(targets)
+    assert (sum(left for _, left, _ in results) > 0) == bool(away)
+    assert [different for _, _, different in results] == [[]] * case.ranks
 
 
-@pytest.mark.parametrize("number", range(len(RECOMPUTE)), ids=list(RECOMPUTE))
-def test_each_part_alone_changes_no_bit(run_ranks, number):
-    target = list(RECOMPUTE)[number]
-    names = ("tp2 ep8 [deepseek_v3]", "pp2 zbv [deepseek_v3]")
-    for name in names:
-        results = run_ranks(8, differences, MATRIX[name], (target,))
-        assert sum(parts for parts, _ in results) > 0
-        assert [different for _, different in results] == [[]] * 8
+@pytest.mark.parametrize("target", RECOMPUTE)
+def test_each_part_alone_changes_no_bit(run_ranks, target):
+    for name in ("tp2 ep8 [deepseek_v3]", "pp2 zbv [deepseek_v3]"):
+        results = run_ranks(8, differences, MATRIX[name], (target,), ())
+        assert sum(parts for parts, _, _ in results) > 0
+        assert [different for _, _, different in results] == [[]] * 8

@@ -385,6 +385,12 @@ def test_what_cannot_be_recomputed_is_refused_before_anything_runs(tmp_path, mod
         assert words in str(error.value)
 
 
+def test_torchs_policy_is_refused_where_the_second_run_does_other_operators(tmp_path):
+    config = job("selective", moe={"global_aux_loss_coef": 0.1}, job={"dump_folder": str(tmp_path)})
+    with pytest.raises(ConfigError, match="'selective' with global_aux_loss_coef"):
+        chosen(config)
+
+
 def test_what_lies_within_another_target_is_part_of_it():
     model = build("deepseek_v3")
     names = [

@@ -150,10 +150,24 @@ def test_twice_the_same_run_is_bitwise_equal(corpus, tmp_path):
     assert exact(tmp_path / "a") == exact(tmp_path / "b")
 
 
-def test_recompute_changes_nothing(corpus, tmp_path):
-    train(config(corpus, tmp_path / "plain"))
-    train(config(corpus, tmp_path / "recompute", {"activation_checkpoint": {"mode": "full"}}))
-    assert exact(tmp_path / "recompute") == exact(tmp_path / "plain")
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"activation_checkpoint": {"mode": "full"}},
+        {"activation_checkpoint": {"mode": "selective"}, "moe": {"global_aux_loss_coef": 0.0}},
+        {"activation_checkpoint": {"mode": "targets", "targets": ["layernorm", "qk_norm", "core_attn", "moe"]}},
+        {
+            "activation_checkpoint": {"mode": "targets", "targets": ["layernorm"]},
+            "activation_offload": {"targets": ["attn_norm", "core_attn", "moe_act"], "min_bytes": 0, "fraction": 0.7},
+        },
+    ],
+    ids=["full", "selective", "targets", "offload"],
+)
+def test_recompute_and_offload_change_nothing(corpus, tmp_path, sections):
+    losses = {"moe": sections.get("moe", {})}
+    train(config(corpus, tmp_path / "plain", losses, jitter=0.1))
+    train(config(corpus, tmp_path / "saving", sections, jitter=0.1))
+    assert exact(tmp_path / "saving") == exact(tmp_path / "plain")
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -23,7 +23,7 @@ from titan_moe.plugins import PluginContext
 from titan_moe.plugins.offloader import Offloader, Scope
 from titan_moe.plugins.recompute import layers_of, model_on_meta
 from titan_moe.plugins.saved import SavedTensors, plain_part, saved_tensors
-from titan_moe.plugins.streams import Copies, SimulatedCopies, StreamCopies
+from titan_moe.plugins.streams import Copies, SimulatedCopies, StreamCopies, WeightlessCopies
 from titan_moe.plugins.targets import RECOMPUTE, SHARED, Match, Part, check_all_matched, check_targets, find
 
 _KEY = "activation_offload.targets"
@@ -104,8 +104,9 @@ def offload_activations(
 
 
 def copies_for(device: torch.device) -> Copies:
-    """Streams where the device has them; on a CPU a second arena of its memory."""
-    return SimulatedCopies() if device.type in ("cpu", "meta") else StreamCopies(device)
+    """Streams where the device has them; on a CPU a second arena of its memory; on meta, where nothing is, nothing."""
+    kinds = {"cpu": SimulatedCopies, "meta": WeightlessCopies}
+    return kinds[device.type]() if device.type in kinds else StreamCopies(device)
 
 
 class Offload:

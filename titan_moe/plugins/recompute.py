@@ -16,9 +16,9 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from titan_moe.config import model_overrides
 from titan_moe.config.job import JobConfig
-from titan_moe.errors import MatchedNothing
+from titan_moe.errors import ConfigError, MatchedNothing
+from titan_moe.models import ModelConfig, from_config
 from titan_moe.models import config as model_config
-from titan_moe.models import from_config
 from titan_moe.modules import wrap
 from titan_moe.plugins import PluginContext
 from titan_moe.plugins.regions import Region
@@ -118,6 +118,11 @@ class Recompute:
     def validate(self, config: JobConfig) -> None:
         """Refuse targets that are not known, or that the model has nothing of."""
         targets = config.activation_checkpoint.targets
+        if config.activation_checkpoint.mode == "selective" and _model_config(config).moe.global_aux_loss_coef:
+            raise ConfigError(
+                "activation_checkpoint.mode = 'selective' with global_aux_loss_coef: its second run looks up what the "
+                "first has summed, with other operators, which torch refuses. Use mode 'full' or 'targets'."
+            )
         if targets:
             check_targets(_KEY, targets, RECOMPUTE)
             check_all_matched(_KEY, targets, find(model_on_meta(config), targets, RECOMPUTE))
@@ -142,7 +147,11 @@ class Recompute:
 def model_on_meta(config: JobConfig) -> nn.Module:
     """The whole model of a configuration, without storage."""
     with torch.device("meta"):
-        return from_config(model_config(config.model.name, config.model.flavor, **model_overrides(config)))
+        return from_config(_model_config(config))
+
+
+def _model_config(config: JobConfig) -> ModelConfig:
+    return model_config(config.model.name, config.model.flavor, **model_overrides(config))
 
 
 PLUGIN = Recompute()

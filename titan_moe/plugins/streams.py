@@ -130,13 +130,26 @@ class SimulatedCopies:
         self._free_at[name] = end
         self._note(name, start, end)
         lane = self._lanes[name]
-        event = _Event(end, lane, lambda: target.copy_(source), follows)
+        event = _Event(end, lane, lambda: self._transfer(source, target), follows)
         lane.append(event)
         return event
+
+    def _transfer(self, source: Tensor, target: Tensor) -> None:
+        target.copy_(source)
 
     def _note(self, lane: str, start: float, end: float) -> None:
         if self.timeline is not None:
             self.timeline.append(Span(lane, start, end))
+
+
+class WeightlessCopies(SimulatedCopies):
+    """For tensors without values: nothing is copied, and the host's buffers take no memory."""
+
+    def host_buffer(self, numel: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(1, dtype=dtype).expand(numel)
+
+    def _transfer(self, source: Tensor, target: Tensor) -> None:
+        pass
 
 
 def _finish(event: _Event) -> None:
