@@ -27,7 +27,7 @@ OF_FAMILY = {
         **{"q_lora_rank": 12, "kv_lora_rank": 16, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 20},
     },
     "qwen3_moe": {"num_kv_heads": 2, "head_dim": 16},
-    "minimax_m2": {"num_kv_heads": 2, "head_dim": 16},
+    "minimax_m2": {"num_kv_heads": 2, "head_dim": 16, "rotary_dims": 8},
     "gpt_oss": {"num_kv_heads": 2, "head_dim": 16, "sliding_window": 24},
     "glm4_moe": {"num_kv_heads": 2, "head_dim": 16, "num_dense_layers": 1, "ffn_dim": 48, "shared_hidden_dim": 20},
 }
