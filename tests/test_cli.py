@@ -1,6 +1,7 @@
 """The titan-moe command and the launcher, with a stand-in for the training itself."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from titan_moe import __version__
+from titan_moe import __version__, launch
 from titan_moe.cli import main
 from titan_moe.errors import ConfigError, DataError, reported
 from titan_moe.launch import process_count
@@ -226,6 +227,40 @@ def test_ranks_get_the_first_signal_and_leave_in_their_own_time(start, ngpu, num
     # One process takes what torch takes by itself.
     threads = None if ngpu == 1 else max(1, len(os.sched_getaffinity(0)) // ngpu)
     assert f"with {threads} threads" in out
+
+
+@pytest.mark.skipif(shutil.which("ps") is None, reason="needs ps")
+def test_ranks_are_found_without_proc_too(monkeypatch):
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+        assert child.pid in launch.child_processes()
+        monkeypatch.setattr(launch, "Path", lambda path: Path("/nowhere"))
+        assert child.pid in launch.child_processes()
+        child.stdin.close()
+    launch.send_signal(signal.SIGTERM, [child.pid])  # gone: nothing happens
+
+
+CHILD = """
+import os, sys, time
+sys.platform = sys.argv[1]
+from titan_moe.errors import end_with_parent
+end_with_parent()
+print(os.getpid(), flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+@pytest.mark.parametrize("platform", ["linux", "darwin"])
+def test_a_process_ends_with_its_parent_on_every_system(platform):
+    code = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {CHILD!r}, {platform!r}])"
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as parent:
+        pid = int(parent.stdout.readline())
+        assert alive(pid)
+        parent.kill()
+        deadline = time.monotonic() + 30
+        while alive(pid) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert not alive(pid)
 
 
 @pytest.mark.parametrize("ngpu", [1, 2])

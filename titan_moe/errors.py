@@ -9,6 +9,8 @@ import os
 import re
 import signal
 import sys
+import threading
+import time
 import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -77,11 +79,26 @@ def reported(show_traceback: bool = False) -> Iterator[None]:
         raise SystemExit(exit_code(error)) from None
 
 
-def end_with_parent() -> None:
-    """Have this process killed when its parent dies, however that happens (Linux)."""
+def end_with_parent(parent: int | None = None) -> None:
+    """Have this process killed when its parent dies, however that happens.
+
+    Args:
+        parent: the parent's process id, where it may be dead already; by default who it is now.
+    """
+    parent = os.getppid() if parent is None else parent
     if sys.platform == "linux":
         set_parent_death_signal = 1
         ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(1)
+        return
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(1)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def exit_code(error: Exception) -> int:

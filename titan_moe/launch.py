@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -114,19 +115,29 @@ def _failed_at(failure: "ProcessFailure") -> float:
 
 def _pass_on(number: int, frame) -> None:
     """The first signal goes to the ranks, which save and leave in their own time; the second kills them."""
-    ranks = _children()
+    ranks = child_processes()
     if not ranks:
         raise KeyboardInterrupt
-    signal.signal(number, lambda *_: _send(signal.SIGKILL, _children()))
-    _send(number, ranks)
+    signal.signal(number, lambda *_: send_signal(signal.SIGKILL, child_processes()))
+    send_signal(number, ranks)
 
 
-def _send(number: int, ranks: list[int]) -> None:
+def send_signal(number: int, ranks: list[int]) -> None:
     for rank in ranks:
-        os.kill(rank, number)
+        with suppress(ProcessLookupError):  # it ended meanwhile
+            os.kill(rank, number)
 
 
-def _children() -> list[int]:
+def child_processes() -> list[int]:
+    if Path("/proc/self/stat").exists():
+        parents = _parents_in_proc()
+    else:
+        listing = subprocess.run(["ps", "-A", "-o", "pid=,ppid="], capture_output=True, text=True, check=True).stdout
+        parents = {int(pid): int(parent) for pid, parent in map(str.split, listing.splitlines())}
+    return [pid for pid, parent in parents.items() if parent == os.getpid()]
+
+
+def _parents_in_proc() -> dict[int, int]:
     parents = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -134,4 +145,4 @@ def _children() -> list[int]:
             parents[int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
         except OSError:
             continue  # it ended meanwhile
-    return [pid for pid, parent in parents.items() if parent == os.getpid()]
+    return parents

@@ -10,8 +10,6 @@ import logging
 import os
 import signal
 import sys
-import threading
-import time
 import warnings
 import weakref
 from collections.abc import Iterator
@@ -27,7 +25,7 @@ from titan_moe.data.corpus import Corpus, open_corpus
 from titan_moe.data.packing import PADDING_SAMPLE, PackedDataset
 from titan_moe.data.sources import open_source
 from titan_moe.data.tokenizer import Tokenizer
-from titan_moe.errors import DataError
+from titan_moe.errors import DataError, end_with_parent
 
 VALIDATION_SEED = 0
 
@@ -224,18 +222,11 @@ def _identity(batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 def _settle_worker(parent: int, worker: int) -> None:
     """Ctrl-C and a termination of the process group are the training process's to handle; its death is not.
 
-    A worker that is writing a batch into the full pipe of a dead process would wait for ever, so a thread
-    looks after the parent.
+    A worker that is writing a batch into the full pipe of a dead process would wait for ever.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-
-    def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(1)
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()
+    end_with_parent(parent)
 
 
 @atexit.register
