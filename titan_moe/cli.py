@@ -135,6 +135,13 @@ def _convert(argv: list[str]) -> None:
     convert(argv)
 
 
+def _plan(argv: list[str]) -> None:
+    from titan_moe.launch import process_count
+    from titan_moe.planner.command import main as plan
+
+    plan(argv, process_count())
+
+
 COMMANDS = {
     "train": (_train, "train a model; options as for run_train.sh (--help lists them), NGPU=n sets the processes"),
     "generate": (_generate, "continue a text with a trained model: --checkpoint FOLDER --prompt TEXT"),
@@ -147,6 +154,7 @@ COMMANDS = {
     "mesh": (_mesh, "who holds what: NGPU=8 titan-moe mesh [FILE] --parallelism.tensor_parallel_degree 2 …"),
     "layout": (_layout, "which layers each pipeline stage holds: titan-moe layout [FILE] --parallelism.…"),
     "memory": (_memory, "tensors held at the peak of a step, what recompute and offload would save: memory [FILE]"),
+    "plan": (_plan, "will it fit, how fast, which layout: plan --model deepseek_v3_671b --system h100 --gpus 1024 …"),
     "doctor": (_doctor, "versions, devices, and which optional packages are there"),
 }
 

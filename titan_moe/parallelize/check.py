@@ -92,6 +92,12 @@ def check_layout(config: JobConfig, model_config: ModelConfig, degrees: Degrees,
         )
     reshard_after_forward(parallelism)
     check_schedule(parallelism.pipeline_parallel_schedule)
+    seq_len, longest = config.training.seq_len, model_config.max_seq_len
+    if seq_len > longest:
+        raise ConfigError(
+            f"training.seq_len = {seq_len} is beyond the model's max_seq_len = {longest}. "
+            f"Set training.seq_len to at most {longest}, or model.override.max_seq_len."
+        )
     _check_moe_keys(config.moe, model_config.moe)
     check_model(model_config, degrees)
     check_context(

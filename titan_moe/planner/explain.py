@@ -1,0 +1,97 @@
+"""What a prediction means in words: which wall binds it, and what would make it fit."""
+
+from dataclasses import replace
+
+from titan_moe.models.count import Shape
+from titan_moe.planner.memory import rank_memory
+from titan_moe.planner.predict import predict
+from titan_moe.planner.run import Run
+from titan_moe.planner.systems import System
+
+WALLS = {
+    "communication": ("all-to-all", "tensor parallel", "context parallel", "data parallel", "bubble"),
+    "compute": ("attention linears", "attention", "experts", "shared and dense", "head", "recompute"),
+    "memory traffic": ("elementwise", "optimizer", "offload"),
+    "host": ("host",),
+}
+
+
+def shares(result: dict) -> dict[str, float]:
+    """Each component's share of the step, the largest first."""
+    step = result["step_time_s"]
+    return dict(sorted(((k, v / step) for k, v in result["time_s"].items()), key=lambda pair: -pair[1]))
+
+
+def binding_wall(result: dict) -> str:
+    """The wall that a run stands at: ``memory`` where under a tenth of it is left, else where the most time goes."""
+    if result["memory_gib"]["total"] > 0.9 * result["limit_gib"]:
+        return "memory"
+    parts = result["time_s"]
+    return max(WALLS, key=lambda wall: sum(parts.get(name, 0) for name in WALLS[wall]))
+
+
+def _options(s: Shape, run: Run) -> list[tuple[str, Run]]:
+    """Single changes that save memory, with how they are asked for."""
+    choices = []
+    if run.engine == "titan":
+        if "full" not in run.recompute:
+            choices.append(("--activation_checkpoint.mode full", replace(run, recompute=["full"])))
+        return choices
+    if not run.memory_efficient_permutation:
+        choices.append(("--memory-efficient-permutation", replace(run, memory_efficient_permutation=True)))
+    if run.moment_bytes > 2:
+        choices.append(("--moments bf16", replace(run, moment_bytes=2)))
+    targets = ["layernorm", "moe_act", *(["mla_up_proj"] if s.latent else []), *(["mlp"] if s.num_dense else [])]
+    choices += [
+        (f"--recompute {target}", replace(run, recompute=[*run.recompute, target]))
+        for target in [*targets, "shared_experts", "core_attn", "moe", "full"]
+        if target not in run.recompute
+    ]
+    choices += [
+        (f"--offload {target}", replace(run, offload=[*run.offload, target]))
+        for target in ("optimizer", "expert_fc1", "moe_act", "core_attn")
+        if target not in run.offload
+    ]
+    return choices
+
+
+def cheapest_fit(s: Shape, run: Run, system: System) -> str | None:
+    """The options that make a run fit at the least cost in time; None where no combination here does."""
+    limit = predict(s, run, system)["limit_gib"]
+    taken: list[str] = []
+    for _ in range(4):
+        tried = []
+        for text, changed in _options(s, run):
+            worst = max(rank_memory(s, changed, rank)["total"] for rank in range(run.pp))
+            tried.append((text, changed, worst))
+        if not tried:
+            return None
+        fitting = [item for item in tried if item[2] <= limit]
+        if fitting:
+            text, changed, _ = min(fitting, key=lambda item: predict(s, item[1], system)["step_time_s"])
+            cost = predict(s, changed, system)["step_time_s"]
+            return f"{' '.join([*taken, text])} ({cost:.2f} s per step)"
+        # Nothing alone is enough: take what saves the most for its time, and go on.
+        now = max(rank_memory(s, run, rank)["total"] for rank in range(run.pp))
+        before = predict(s, run, system)["step_time_s"]
+
+        def worth(item: tuple[str, Run, float], now: float = now, before: float = before) -> float:
+            slower = predict(s, item[1], system)["step_time_s"] / before - 1
+            return (now - item[2]) / (max(slower, 0) + 0.005)
+
+        text, run, _ = max(tried, key=worth)
+        taken.append(text)
+    return None
+
+
+def fit_sentence(s: Shape, run: Run, system: System, result: dict) -> str:
+    """Whether the run fits; if not, by how much, on which rank, and the cheapest way out."""
+    limit, rank = result["limit_gib"], result["rank"]
+    total = result["ranks"][rank]["total"]
+    if result["fits"]:
+        return f"fits: pipeline rank {rank} needs {total:.1f} of {limit:.1f} GiB"
+    way = cheapest_fit(s, run, system)
+    advice = f"cheapest way to fit: {way}" if way else "no recompute or offload makes it fit: use more GPUs, pp or ep"
+    return (
+        f"does not fit: pipeline rank {rank} needs {total:.1f} GiB, {total - limit:.1f} more than {limit:.1f}; {advice}"
+    )

@@ -1,0 +1,193 @@
+"""What is planned: a run's configuration, checked as the trainer checks it, with the options that only a plan has."""
+
+from dataclasses import dataclass, field, fields
+from typing import Literal
+
+from titan_moe.config import JobConfig, model_overrides, resolve_batch, resolve_degrees, resolved_dtypes
+from titan_moe.config.degrees import reshard_after_forward
+from titan_moe.errors import ConfigError, nearest
+from titan_moe.models import FAMILIES, ModelConfig
+from titan_moe.models import config as model_config_of
+from titan_moe.models.count import Shape, shape_of
+from titan_moe.parallelize.check import check_layout
+from titan_moe.parallelize.layout import Stage
+from titan_moe.parallelize.stages import pipeline_stages
+from titan_moe.planner.systems import System
+
+Precision = Literal["bf16", "fp8_block", "mxfp8", "nvfp4"]
+RECOMPUTE = ("core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts", "full")
+"""Targets of report section 4.1.4; ``full`` is the whole layer."""
+OFFLOAD = ("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "expert_fc1", "moe_act", "optimizer")
+"""Targets of report sections 4.1.5 and 4.1.6."""
+# The depths that were published with the weights; a config leaves them out unless asked.
+PUBLISHED_MTP = {
+    "deepseek_v3_671b": {"mtp_depth": 1},
+    "glm4_moe_355b_a32b": {"mtp_depth": 1, "mtp_own_embeddings": True},
+}
+
+
+@dataclass
+class Options:
+    """What a plan has beside a run's configuration."""
+
+    precision: Precision = "bf16"
+    """Format of the linear layers' products and of their saved inputs."""
+    recompute: list[str] = field(default_factory=list)
+    offload: list[str] = field(default_factory=list)
+    dispatcher: Literal["alltoall", "deepep", "hybridep", "allgather"] = "alltoall"
+    ep_overlap: bool = False
+    """Hide the all-to-all behind another micro-batch's compute (report section 4.2.3)."""
+    cuda_graph: bool = False
+    """Capture attention, router and preprocessing (section 4.3.6)."""
+    memory_efficient_permutation: bool = False
+    """Routing weights in the activation (section 4.1.2). The report's Table 3 is without; this project's own experts
+    are always so."""
+    moments: Literal["fp32", "bf16"] = "fp32"
+    """Format of the optimizer's moments (section 4.1.6)."""
+    imbalance: float = 1.0
+    """Rows of the busiest rank over the mean."""
+    causal: bool = True
+    lengths: list[int] = field(default_factory=list)
+    """Tokens of packed documents that do not see each other; empty: one document per sequence."""
+    rank_rule: Literal["worst", "report"] = "worst"
+    engine: Literal["megatron", "titan"] = "megatron"
+    """Whose kernels: fused ones as in the report, for which the constants hold, or this project's own modules."""
+    device: Literal["cuda", "cpu"] = "cuda"
+    """Where this project's own modules run; their attention keeps more on a CPU."""
+
+    def __post_init__(self) -> None:
+        for name, legal in (("recompute", RECOMPUTE), ("offload", OFFLOAD)):
+            for target in getattr(self, name):
+                if target not in legal:
+                    raise ConfigError(f"--{name} {target!r}: unknown target.{nearest(target, legal)}")
+        if not 1 <= self.imbalance < 1000:
+            raise ConfigError(f"--imbalance {self.imbalance}: must be at least 1, which is perfect balance.")
+        if any(length < 1 for length in self.lengths):
+            raise ConfigError(f"--lengths {self.lengths}: every document needs at least 1 token.")
+
+
+@dataclass
+class Run:
+    """A run in the numbers that the formulas read; everything is per step, rank or micro-batch as named."""
+
+    gpus: int
+    tp: int
+    cp: int
+    pp: int
+    vpp: int
+    ep: int
+    etp: int
+    dp: int
+    edp: int
+    mbs: int
+    """Sequences of a micro-batch."""
+    gbs: int
+    seq: int
+    count: int
+    """Micro-batches of one pass through the pipeline."""
+    passes: int
+    """Passes through the pipeline in a step."""
+    schedule: str
+    stages: list[Stage]
+    precision: str
+    recompute: list[str]
+    offload: list[str]
+    dispatcher: str
+    ep_overlap: bool
+    cuda_graph: bool
+    memory_efficient_permutation: bool
+    moment_bytes: float
+    imbalance: float
+    causal: bool
+    lengths: list[int]
+    rank_rule: str
+    engine: str
+    device: str
+    sharding: str
+    """``zero1``: the optimizer alone is shared by data-parallel ranks; ``fsdp``: parameters and gradients too."""
+    reshard: bool
+    """FSDP frees gathered parameters between passes."""
+    parameter_bytes: float
+    compute_bytes: float
+    document_mask: bool
+    """The attention gets a mask of documents (this project's own modules only)."""
+    exact: bool = False
+    """Simulate every operation, however many."""
+
+
+def flavors() -> dict[str, tuple[str, str]]:
+    """Every model as ``family_flavor``, with the two parts."""
+    return {f"{family}_{flavor}": (family, flavor) for family in FAMILIES for flavor in FAMILIES[family].flavors}
+
+
+def family_of(model: str) -> tuple[str, str]:
+    """Family and flavor of ``model``, such as ``deepseek_v3_671b``.
+
+    Raises:
+        ConfigError: there is no such model.
+    """
+    known = flavors()
+    if model not in known:
+        raise ConfigError(f"--model {model!r}: unknown model.{nearest(model, known)}")
+    return known[model]
+
+
+def plan_of(config: JobConfig, gpus: int, options: Options, system: System) -> tuple[Shape, Run]:
+    """The numbers of a run, after every check that the trainer makes of its layout, batch and model.
+
+    Raises:
+        ConfigError: what the trainer would refuse, in its words, or an option that the system cannot do.
+    """
+    if gpus < 1:
+        raise ConfigError(f"--gpus {gpus}: must be at least 1.")
+    parallelism, training = config.parallelism, config.training
+    degrees = resolve_degrees(parallelism, gpus)
+    dp = degrees.dp_replicate * degrees.dp_shard
+    batch = resolve_batch(config, dp)
+    model = model_config_of(config.model.name, config.model.flavor, **model_overrides(config))
+    check_layout(config, model, degrees, batch.local)
+    _check_system(options, system, model)
+    mbs = parallelism.pipeline_parallel_microbatch_size if degrees.pp > 1 else batch.local
+    titan = options.engine == "titan"
+    dtype, compute = resolved_dtypes(config)
+    run = Run(
+        gpus=gpus,
+        tp=degrees.tp,
+        cp=degrees.cp,
+        pp=degrees.pp,
+        vpp=parallelism.virtual_pipeline_degree,
+        ep=degrees.ep,
+        etp=degrees.etp,
+        dp=dp,
+        edp=degrees.edp_replicate * degrees.edp_shard,
+        mbs=mbs,
+        gbs=batch.total,
+        seq=training.seq_len,
+        count=batch.local // mbs if degrees.pp > 1 else batch.passes,
+        passes=batch.passes if degrees.pp > 1 else 1,
+        schedule=parallelism.pipeline_parallel_schedule,
+        stages=pipeline_stages(parallelism, model),
+        moment_bytes=_size(dtype) if titan else {"fp32": 4, "bf16": 2}[options.moments],
+        sharding="fsdp" if titan else "zero1",
+        reshard=titan and reshard_after_forward(parallelism),
+        parameter_bytes=_size(dtype) if titan else 4,
+        compute_bytes=_size(compute) if titan else 2,
+        document_mask=titan and training.document_mask,
+        **{f.name: getattr(options, f.name) for f in fields(Options) if f.name != "moments"},
+    )
+    return shape_of(model), run
+
+
+def _size(dtype: str) -> int:
+    return {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}[dtype]
+
+
+def _check_system(options: Options, system: System, model: ModelConfig) -> None:
+    peaks = {"bf16": system.peak_bf16, "fp8_block": system.peak_fp8, "mxfp8": system.peak_fp8, "nvfp4": system.peak_fp4}
+    if not peaks[options.precision]:
+        legal = ", ".join(name for name, peak in peaks.items() if peak)
+        raise ConfigError(f"--precision {options.precision}: {system.name} has no such products. Legal: {legal}.")
+    if "mla_up_proj" in options.recompute and not model.attention(0).latent:
+        raise ConfigError(f"--recompute mla_up_proj: {model.family} has no latent attention. Leave it out.")
+    if "mlp" in options.recompute and not model.num_dense_layers:
+        raise ConfigError(f"--recompute mlp: {model.family} has no dense feed-forward. Leave it out; 'moe' is the MoE.")
