@@ -7,7 +7,6 @@ from typing import Any, Literal
 
 from titan_moe.config import JobConfig, load_config, read_options
 from titan_moe.errors import ConfigError
-from titan_moe.models.count import Shape
 from titan_moe.planner.predict import predict
 from titan_moe.planner.run import PUBLISHED_MTP, Options, Precision, Run, family_of, plan_of
 from titan_moe.planner.systems import System, system_of
@@ -111,7 +110,7 @@ def main(argv: Sequence[str], default_gpus: int) -> None:
     if flags.trace:
         run = replace(run, exact=True)
     result = predict(s, run, system)
-    _write(flags, s, run, system, result)
+    _write(flags, run, system, result)
     if flags.json:
         print(as_json(result))
     else:
@@ -201,7 +200,7 @@ def _number(word: str) -> int:
     return int(word)
 
 
-def _write(flags: Flags, s: Shape, run: Run, system: System, result: dict[str, Any]) -> None:
+def _write(flags: Flags, run: Run, system: System, result: dict[str, Any]) -> None:
     if flags.trace:
         from titan_moe.planner.trace import write_trace
 
@@ -209,4 +208,8 @@ def _write(flags: Flags, s: Shape, run: Run, system: System, result: dict[str, A
     if flags.html:
         from titan_moe.planner.page import write_page
 
-        write_page(Path(flags.html), flags, s, run, system)
+        if flags.config is not None:
+            raise ConfigError(
+                "--html with --config: the page knows published models only. Use --model and its options."
+            )
+        write_page(Path(flags.html), flags, run, system)

@@ -64,7 +64,7 @@ def formulas() -> str:
                 # A constant that two modules share is the same in both.
                 if target.id not in names:
                     names.add(target.id)
-                    parts.append(f"const {target.id} = {_expression(node.value)};")
+                    parts.append(f"const {target.id} = {expression(node.value)};")
     return "\n".join(parts)
 
 
@@ -95,20 +95,20 @@ def _block(body: list[ast.stmt]) -> str:
 def _statement(node: ast.stmt) -> str:
     match node:
         case ast.Assign(targets=[ast.Name() | ast.Subscript() as target], value=value):
-            return f"{_expression(target)} = {_expression(value)};"
+            return f"{expression(target)} = {expression(value)};"
         case ast.AugAssign(target=target, op=op, value=value):
-            return f"{_expression(target)} {_BINARY[type(op)]}= {_expression(value)};"
+            return f"{expression(target)} {_BINARY[type(op)]}= {expression(value)};"
         case ast.Return(value=value):
-            return f"return {_expression(value)};"
+            return f"return {expression(value)};"
         case ast.If(test=test, body=body, orelse=orelse):
             other = f" else {{\n{_block(orelse)}\n}}" if orelse else ""
-            return f"if ({_expression(test)}) {{\n{_block(body)}\n}}{other}"
+            return f"if ({expression(test)}) {{\n{_block(body)}\n}}{other}"
         case ast.For(target=ast.Name(id=name), iter=source, body=body, orelse=[]):
-            return f"for ({name} of $each({_expression(source)})) {{\n{_block(body)}\n}}"
+            return f"for ({name} of $each({expression(source)})) {{\n{_block(body)}\n}}"
         case ast.While(test=test, body=body, orelse=[]):
-            return f"while ({_expression(test)}) {{\n{_block(body)}\n}}"
+            return f"while ({expression(test)}) {{\n{_block(body)}\n}}"
         case ast.Expr(value=value):
-            return f"{_expression(value)};"
+            return f"{expression(value)};"
         case ast.Break():
             return "break;"
         case ast.Continue():
@@ -116,45 +116,45 @@ def _statement(node: ast.stmt) -> str:
     raise AssertionError(f"line {node.lineno}: {type(node).__name__} has no translation")
 
 
-def _expression(node: ast.expr) -> str:
+def expression(node: ast.expr) -> str:
     match node:
         case ast.Constant(value=bool() | str() | int() | float() | None as value):
             return json.dumps(value)
         case ast.Name(id=name):
             return name
         case ast.Attribute(value=value, attr=name):
-            return f"{_expression(value)}.{name}"
+            return f"{expression(value)}.{name}"
         case ast.Subscript(value=value, slice=index):
             assert not isinstance(index, ast.Slice | ast.UnaryOp), f"line {node.lineno}: slices and negative indices"
-            return f"{_expression(value)}[{_expression(index)}]"
+            return f"{expression(value)}[{expression(index)}]"
         case ast.BinOp(left=left, op=ast.FloorDiv(), right=right):
-            return f"Math.floor({_expression(left)} / {_expression(right)})"
+            return f"Math.floor({expression(left)} / {expression(right)})"
         case ast.BinOp(left=left, op=op, right=right):
-            return f"({_expression(left)} {_BINARY[type(op)]} {_expression(right)})"
+            return f"({expression(left)} {_BINARY[type(op)]} {expression(right)})"
         case ast.UnaryOp(op=ast.USub(), operand=value):
-            return f"(-{_expression(value)})"
+            return f"(-{expression(value)})"
         case ast.UnaryOp(op=ast.Not(), operand=value):
-            return f"(!{_expression(value)})"
+            return f"(!{expression(value)})"
         case ast.BoolOp(op=op, values=values):
             sign = " && " if isinstance(op, ast.And) else " || "
-            return f"({sign.join(_expression(value) for value in values)})"
+            return f"({sign.join(expression(value) for value in values)})"
         case ast.Compare(left=left, ops=[ast.In() | ast.NotIn() as op], comparators=[right]):
             sign = "" if isinstance(op, ast.In) else "!"
-            return f"{sign}$has({_expression(right)}, {_expression(left)})"
+            return f"{sign}$has({expression(right)}, {expression(left)})"
         case ast.Compare(left=left, ops=[op], comparators=[right]):
-            return f"({_expression(left)} {_COMPARE[type(op)]} {_expression(right)})"
+            return f"({expression(left)} {_COMPARE[type(op)]} {expression(right)})"
         case ast.IfExp(test=test, body=body, orelse=orelse):
-            return f"({_expression(test)} ? {_expression(body)} : {_expression(orelse)})"
+            return f"({expression(test)} ? {expression(body)} : {expression(orelse)})"
         case ast.Call(func=ast.Attribute(value=value, attr=name), args=[argument], keywords=[]):
-            return f"{_expression(value)}.{_METHODS[name].format(_expression(argument))}"
+            return f"{expression(value)}.{_METHODS[name].format(expression(argument))}"
         case ast.Call(func=ast.Name(id=name), args=arguments, keywords=[]):
-            return f"{name}({', '.join(_expression(argument) for argument in arguments)})"
+            return f"{name}({', '.join(expression(argument) for argument in arguments)})"
         case ast.List(elts=elements):
-            return f"[{', '.join(_expression(element) for element in elements)}]"
-        case ast.Dict(keys=keys, values=values):
+            return f"[{', '.join(expression(element) for element in elements)}]"
+        case ast.Dict(keys=keys, values=values) if None not in keys:
             pairs = zip(keys, values, strict=True)
-            return f"{{{', '.join(f'{_expression(key)}: {_expression(value)}' for key, value in pairs)}}}"
+            return f"{{{', '.join(f'{expression(key)}: {expression(value)}' for key, value in pairs)}}}"
         case ast.ListComp(elt=element, generators=[ast.comprehension(target=ast.Name(id=name), iter=source, ifs=ifs)]):
-            kept = "".join(f".filter(({name}) => {_expression(test)})" for test in ifs)
-            return f"$each({_expression(source)}){kept}.map(({name}) => ({_expression(element)}))"
+            kept = "".join(f".filter(({name}) => {expression(test)})" for test in ifs)
+            return f"$each({expression(source)}){kept}.map(({name}) => ({expression(element)}))"
     raise AssertionError(f"line {node.lineno}: {ast.unparse(node)!r} has no translation")
