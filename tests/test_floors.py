@@ -23,6 +23,7 @@ NEIGHBOURS = {
     *(("cli", other) for other in ("train", "launch", "doctor")),
     ("launch", "train"),
     ("generate", "trainer"),
+    ("trainer", "planner"),
     ("hf", "models"),
     ("parallelize", "fsdp_ep"),
     *((room, "errors") for room in ("kernels", "config", "distributed")),

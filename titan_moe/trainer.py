@@ -37,6 +37,7 @@ from titan_moe.observe import MetricsLogger, Profiler, flops_per_token
 from titan_moe.optim import LossScaler, LRSchedule, build_optimizer, clip_grad_norm, set_lr
 from titan_moe.parallelize import Pipeline, Whole, build_meshes, build_model, check_run, shard_sequence
 from titan_moe.parallelize.signature import check_signature, signature_of_config, signature_of_parameters
+from titan_moe.planner.foresight import Foresight
 from titan_moe.plugins import Application, Plugin, PluginContext, chosen
 
 _LONG_WAIT_SECONDS = 1.0
@@ -91,6 +92,7 @@ class Trainer:
         if self.owns_group:
             dist.init_process_group(self.device.type, config.comm.init_timeout_seconds)
 
+        self.foresight = Foresight(config, dist.world_size(), self.device)
         self.runner = self._build(plugins)
         self.reports_loss = place["tp"] == 0 and self.runner.has_head
         modules = self.runner.modules
@@ -267,6 +269,8 @@ class Trainer:
 
     def _after_step(self) -> None:
         config, step = self.config, self.step_done
+        if (line := self.foresight.after(step, self.tokens)) is not None:
+            self.logger.message(line)
         last = step == config.training.steps
         if self.save_failed:
             self.settle()
@@ -325,7 +329,8 @@ class Trainer:
         # Main and MTP loss, whether this rank is asked to stop, and whether it failed to write a checkpoint.
         sums = torch.zeros(4, dtype=torch.float64, device=self.device)
         for i, batch in enumerate(micro):
-            sums[:2] += self.runner.train_step(batch, weight, last=i == len(micro) - 1)
+            with self.foresight.first_micro_batch(self.step_done + 1 if i == 0 else 0):
+                sums[:2] += self.runner.train_step(batch, weight, last=i == len(micro) - 1)
         self.scaler.unscale(self.model.parameters())
         grad_norm = clip_grad_norm(
             self.model.parameters(),

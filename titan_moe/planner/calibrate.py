@@ -22,8 +22,8 @@ from titan_moe.planner.run import Options, Run, plan_of
 from titan_moe.planner.systems import System, system_of
 
 FITTED = ("gemm_bf16", "gemm_fp8", "memory_efficiency", "host_seconds")
-HOLD = 0.01
-"""Weight of a constant's own logarithm: a factor of e costs as much as an error of 10% in one run."""
+HOLD = 0.002
+"""Weight of a constant's own logarithm: a factor of e costs as much as an error of 4% in one run."""
 WARM_UP = 5
 """Steps at a run's start that do not count."""
 

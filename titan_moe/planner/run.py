@@ -3,13 +3,12 @@
 from dataclasses import dataclass, field, fields
 from typing import Literal
 
-from titan_moe.config import JobConfig, model_overrides, resolve_batch, resolve_degrees, resolved_dtypes
+from titan_moe.config import JobConfig, resolved_dtypes
 from titan_moe.config.degrees import reshard_after_forward
 from titan_moe.errors import ConfigError, nearest
 from titan_moe.models import FAMILIES, ModelConfig
-from titan_moe.models import config as model_config_of
 from titan_moe.models.count import Shape, shape_of
-from titan_moe.parallelize.check import check_layout
+from titan_moe.parallelize.check import check_run
 from titan_moe.parallelize.layout import Stage
 from titan_moe.parallelize.stages import pipeline_stages
 from titan_moe.planner.systems import System
@@ -141,11 +140,8 @@ def plan_of(config: JobConfig, gpus: int, options: Options, system: System) -> t
     if gpus < 1:
         raise ConfigError(f"--gpus {gpus}: must be at least 1.")
     parallelism, training = config.parallelism, config.training
-    degrees = resolve_degrees(parallelism, gpus)
+    model, degrees, batch = check_run(config, gpus)
     dp = degrees.dp_replicate * degrees.dp_shard
-    batch = resolve_batch(config, dp)
-    model = model_config_of(config.model.name, config.model.flavor, **model_overrides(config))
-    check_layout(config, model, degrees, batch.local)
     _check_system(options, system, model)
     mbs = parallelism.pipeline_parallel_microbatch_size if degrees.pp > 1 else batch.local
     titan = options.engine == "titan"

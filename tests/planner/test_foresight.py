@@ -1,0 +1,24 @@
+"""The trainer's line at step 10: what was predicted is what is measured."""
+
+import re
+
+import pytest
+
+from titan_moe.cli import main
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--model.name", "qwen3_moe"],
+        ["--model.name", "deepseek_v3", "--model.override.mtp_depth", "1", "--training.document_mask"],
+    ],
+)
+def test_saved_activations_are_predicted_within_5_percent(tmp_path, capfd, words):
+    words = [*words, "--job.dump_folder", str(tmp_path), "--training.steps", "11", "--training.seq_len", "128"]
+    words += ["--training.local_batch_size", "2", "--training.global_batch_size", "4", "--training.num_workers", "0"]
+    main(["train", *words])
+    text = capfd.readouterr().out
+    (error,) = re.findall(r"predicted saved activations .* MiB, measured .* \((.*)%\)", text)
+    assert abs(float(error)) < 5
