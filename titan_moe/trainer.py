@@ -329,7 +329,7 @@ class Trainer:
         # Main and MTP loss, whether this rank is asked to stop, and whether it failed to write a checkpoint.
         sums = torch.zeros(4, dtype=torch.float64, device=self.device)
         for i, batch in enumerate(micro):
-            with self.foresight.first_micro_batch(self.step_done + 1 if i == 0 else 0):
+            with self.foresight.first_micro_batch(self.step_done + 1 if i == 0 else 0, self.model):
                 sums[:2] += self.runner.train_step(batch, weight, last=i == len(micro) - 1)
         self.scaler.unscale(self.model.parameters())
         grad_norm = clip_grad_norm(

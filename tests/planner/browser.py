@@ -1,6 +1,7 @@
 """A headless Chromium, driven over its debugging pipe: no driver, no network."""
 
 import base64
+import fcntl
 import itertools
 import json
 import os
@@ -19,16 +20,24 @@ class Browser:
     def __init__(self, folder: Path, width: int = 1300, height: int = 1600) -> None:
         read_ours, write_theirs = os.pipe()
         read_theirs, write_ours = os.pipe()
-        # The browser reads commands from descriptor 3 and answers on 4.
-        command = f'exec "$0" "$@" 3<&{read_theirs} 4>&{write_theirs}'
+        # High numbers, so that none of them is 3 or 4, which the browser reads commands from and answers on.
+        commands, answers = (fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 10) for fd in (read_theirs, write_theirs))
+
+        def wire() -> None:
+            os.dup2(commands, 3)
+            os.dup2(answers, 4)
+
         arguments = ["--headless=new", "--no-sandbox", "--disable-gpu", "--remote-debugging-pipe", "--no-first-run"]
         arguments += [f"--user-data-dir={folder}", "--disable-background-networking", "about:blank"]
         self.process = subprocess.Popen(
-            ["/bin/sh", "-c", command, CHROMIUM, *arguments],
-            pass_fds=(read_theirs, write_theirs),
+            [CHROMIUM, *arguments],
+            preexec_fn=wire,
+            close_fds=False,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )
+        os.close(commands)
+        os.close(answers)
         os.close(read_theirs)
         os.close(write_theirs)
         self.reader, self.writer = os.fdopen(read_ours, "rb"), os.fdopen(write_ours, "wb")

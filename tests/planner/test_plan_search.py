@@ -8,9 +8,10 @@ from published import FIT_ROWS, prepared
 
 from titan_moe.errors import ConfigError
 from titan_moe.planner.command import Flags, main
+from titan_moe.planner.partition import balanced_stages
 from titan_moe.planner.predict import predict
 from titan_moe.planner.run import shape_of
-from titan_moe.planner.search import balanced_stages, search
+from titan_moe.planner.search import search
 
 
 def found(given: set[str] = frozenset(), **values) -> list:

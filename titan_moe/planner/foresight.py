@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from titan_moe.config import JobConfig
@@ -36,23 +36,23 @@ class Foresight:
         self.since: tuple[int, float] | None = None
 
     @contextmanager
-    def first_micro_batch(self, step: int) -> Iterator[None]:
+    def first_micro_batch(self, step: int, model: nn.Module) -> Iterator[None]:
         """Counts what autograd saves within the block, if it is the step's turn; on a CPU and without a pipeline."""
         if step != STEP or self.device.type != "cpu" or self.config.parallelism.pipeline_parallel_degree > 1:
             yield
             return
         storages: dict[int, torch.UntypedStorage] = {}
+        held = {_storage(parameter)._cdata for parameter in model.parameters()}
 
         def pack(tensor: Tensor) -> Tensor:
-            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-            if not isinstance(tensor, torch.nn.Parameter):
-                storage = local.untyped_storage()
+            storage = _storage(tensor)
+            if storage._cdata not in held:
                 storages[storage._cdata] = storage
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             yield
-        # Parameters that were gathered for compute are empty by now.
+        # Parameters that FSDP gathered for compute are empty by now.
         self.saved = sum(storage.nbytes() for storage in storages.values())
 
     def after(self, step: int, tokens: int) -> str | None:
@@ -88,3 +88,7 @@ class Foresight:
             return None
         name = torch.cuda.get_device_name(self.device)
         return next((system_of(part.lower()) for part in _DEVICES if part in name), None)
+
+
+def _storage(tensor: Tensor) -> torch.UntypedStorage:
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).untyped_storage()
