@@ -43,6 +43,8 @@ class Shape:
     qkv_bias: bool
     out_bias: bool
     qk_norm: bool
+    norm_over_heads: bool
+    """That norm is one over all heads together."""
     sinks: bool
     windows: list[int]
     """Keys that each layer's attention reaches back, MTP layers last; 0: all."""
@@ -89,6 +91,7 @@ def shape_of(config: Any) -> Shape:
         qkv_bias=first.qkv_bias,
         out_bias=first.out_bias,
         qk_norm=first.qk_norm,
+        norm_over_heads=first.norm_over_heads,
         sinks=first.sinks,
         windows=[spec.window or 0 for spec in specs],
         experts=moe.num_experts,
@@ -140,7 +143,7 @@ def attention_parameters(s: Shape, tp: int) -> float:
     if s.out_bias:
         total += s.dim
     if s.qk_norm:
-        total += 2 * s.d_qk
+        total += (s.heads + s.kv_heads) * s.d_qk / tp if s.norm_over_heads else 2 * s.d_qk
     if s.sinks:
         total += s.heads / tp
     return total

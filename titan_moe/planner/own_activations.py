@@ -49,7 +49,8 @@ def own_layer_rows(s: object, run: object, dense: bool) -> list:
     if s.qk_norm:
         rows.append(own_row("q before norm", T, H * s.d_qk, w, "backward of the head norm"))
         rows.append(own_row("k before norm", T, G * s.d_qk, w, "backward of the head norm"))
-        rows.append(own_row("head norm scales", T, H + G, wide, "backward of the head norms"))
+        scales = 2 if s.norm_over_heads else H + G
+        rows.append(own_row("head norm scales", T, scales, wide, "backward of the head norms"))
     width = s.d_qk + (8 if s.sinks else 0)
     value = s.d_v
     if cpu and width > s.d_v:
@@ -85,6 +86,8 @@ def own_layer_rows(s: object, run: object, dense: bool) -> list:
     if s.shared_hidden > 0:
         rows.append(own_row("shared z", T, s.halves * s.shared_hidden / run.tp, w, "backward of the activation"))
         rows.append(own_row("shared act", T, s.shared_hidden / run.tp, w, "weight gradient of the shared expert"))
+        if s.shared_gate:
+            rows.append(own_row("shared act before its gate", T, s.shared_hidden / run.tp, w, "gradient of the gate"))
     return rows
 
 
