@@ -32,13 +32,20 @@ class Foresight:
 
     def __init__(self, config: JobConfig, world: int, device: torch.device) -> None:
         self.config, self.world, self.device = config, world, device
+        # What is recomputed or moved to the host never passes the hooks that count.
+        plain = config.activation_checkpoint.mode == "none" and not config.activation_offload.targets
+        plain = plain and not config.plugins.use and config.parallelism.pipeline_parallel_degree == 1
+        self.counts = plain and device.type == "cpu"
         self.saved: int | None = None
         self.since: tuple[int, float] | None = None
 
     @contextmanager
     def first_micro_batch(self, step: int, model: nn.Module) -> Iterator[None]:
-        """Counts what autograd saves within the block, if it is the step's turn; on a CPU and without a pipeline."""
-        if step != STEP or self.device.type != "cpu" or self.config.parallelism.pipeline_parallel_degree > 1:
+        """Counts what autograd saves within the block, if it is the step's turn.
+
+        On a CPU, without a pipeline, recompute or offload.
+        """
+        if step != STEP or not self.counts:
             yield
             return
         storages: dict[int, torch.UntypedStorage] = {}

@@ -63,7 +63,7 @@ def static_bytes(run: object, elements: float, share: float) -> dict:
         return {
             "weights": elements * (run.parameter_bytes / share + cast * run.compute_bytes),
             "gradients": elements * (run.parameter_bytes / share + whole * run.parameter_bytes),
-            "optimizer": elements * moments / share,
+            "optimizer": 0 if "optimizer" in run.offload else elements * moments / share,
         }
     if "optimizer" in run.offload:
         optimizer = 0

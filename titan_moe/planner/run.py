@@ -163,7 +163,7 @@ def plan_of(config: JobConfig, gpus: int, options: Options, system: System) -> t
         passes=batch.passes if degrees.pp > 1 else 1,
         schedule=parallelism.pipeline_parallel_schedule,
         stages=pipeline_stages(parallelism, model),
-        moment_bytes=_size(dtype) if titan else {"fp32": 4, "bf16": 2}[options.moments],
+        moment_bytes=_own_moment_bytes(config) if titan else {"fp32": 4, "bf16": 2}[options.moments],
         sharding="fsdp" if titan else "zero1",
         reshard=titan and reshard_after_forward(parallelism),
         parameter_bytes=_size(dtype) if titan else 4,
@@ -175,7 +175,14 @@ def plan_of(config: JobConfig, gpus: int, options: Options, system: System) -> t
 
 
 def _size(dtype: str) -> int:
-    return {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}[dtype]
+    return {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "float8": 1}[dtype]
+
+
+def _own_moment_bytes(config: JobConfig) -> float:
+    """Bytes of one of the trainer's two moments, on average."""
+    usual = max(4, _size(resolved_dtypes(config)[0]))
+    stored = (config.optimizer.exp_avg_dtype, config.optimizer.exp_avg_sq_dtype)
+    return sum(usual if dtype is None else _size(dtype) for dtype in stored) / 2
 
 
 def _check_system(options: Options, system: System, model: ModelConfig) -> None:

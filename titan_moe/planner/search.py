@@ -367,6 +367,15 @@ def _write_toml(path: Path, best: Found) -> None:
     config.training.mixed_precision_param = "bfloat16"
     if "full" in best.flags.recompute:
         config.activation_checkpoint.mode = "full"
+    elif best.flags.recompute:
+        config.activation_checkpoint.mode = "targets"
+        config.activation_checkpoint.targets = [
+            "shared_expert" if target == "shared_experts" else target for target in best.flags.recompute
+        ]
+    if "optimizer" in best.flags.offload:
+        config.optimizer.offload_fraction = 1.0
+    if best.flags.moments == "bf16":
+        config.optimizer.exp_avg_dtype = config.optimizer.exp_avg_sq_dtype = "bfloat16"
     # Packages of the machine that will train are not needed to check shapes.
     tried = config_of(best.flags)
     tried.training.mixed_precision_param = "bfloat16"
