@@ -1,5 +1,7 @@
 """AdamW on state in every storage: against its formula, against each other, sharded, and resumed."""
 
+import copy
+
 import pytest
 import torch
 from sharded import LAYOUTS, build, differing, give_grads, run_steps, whole_state
@@ -30,7 +32,7 @@ LOW = {
 
 def started(options, layout=None, dtype=torch.float32, **sizes):
     net = build(layout, dtype=dtype, **sizes)
-    return net, build_optimizer(net, Optimizer(lr=0.01, **options))
+    return net, build_optimizer(net, Optimizer(**{"lr": 0.01} | options))
 
 
 @pytest.mark.parametrize("implementation", ["for-loop", "foreach", "fused"])
@@ -225,6 +227,27 @@ def test_a_resumed_run_is_bitwise_the_uninterrupted_one(kind, tmp_path):
     Checkpointer(tmp_path).load(*resumed)
     run_steps(*resumed, range(3, 5))
     assert not differing(*resumed, whole_state(*straight))
+
+
+@pytest.mark.parametrize("kind", ALL)
+def test_torchs_own_state_dict_keeps_every_bit(kind):
+    options, dtype = ALL[kind]
+    net, optimizer = started(options, dtype=dtype)
+    run_steps(net, optimizer, range(3))
+    other, resumed = started(options | {"lr": 0.5}, dtype=dtype)
+    other.load_state_dict(net.state_dict())
+    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for pair in ((net, optimizer), (other, resumed)):
+        run_steps(*pair, range(3, 5))
+    assert not differing(other, resumed, whole_state(net, optimizer))
+    with pytest.raises(CheckpointError, match=r"configure the optimizer as it was"):
+        started({"exp_avg_dtype": "float16"}, dtype=dtype)[1].load_state_dict(started_state())
+
+
+def started_state():
+    net, optimizer = started({})
+    run_steps(net, optimizer, [0])
+    return optimizer.state_dict()
 
 
 def test_state_in_another_dtype_is_refused_and_not_cast(tmp_path):

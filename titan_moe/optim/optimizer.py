@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from titan_moe.config.job import Optimizer as OptimizerConfig
-from titan_moe.errors import ConfigError
+from titan_moe.errors import CheckpointError, ConfigError
 from titan_moe.optim.adamw import Task, adamw_step, moments
 from titan_moe.optim.groups import Choice, by_choice, choose
 from titan_moe.optim.muon import Muon, momentum
@@ -80,6 +80,29 @@ class Optimizer(torch.optim.Optimizer):
         state = slot.new_state()
         self.offload.send_home(slot, state)
         return state
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from ``state_dict()`` of an optimizer of the same configuration and layout.
+
+        torch's own would cast all state to the parameters' dtype.
+
+        Raises:
+            CheckpointError: a parameter's state does not consist of the tensors that this optimizer keeps.
+        """
+        super().load_state_dict(state_dict | {"state": {}})
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        for index, saved in state_dict["state"].items():
+            state = self.new_state(parameters[index])
+            kinds = [{key: value.dtype for key, value in tensors.items()} for tensors in (saved, state)]
+            if kinds[0] != kinds[1]:
+                raise CheckpointError(
+                    f"the optimizer state of {self.slots[parameters[index]].name} is {kinds[0]} where {kinds[1]} is "
+                    "kept: configure the optimizer as it was when saved"
+                )
+            for key, value in saved.items():
+                local(state[key]).copy_(local(value))
+            self._states[parameters[index]] = state
 
     def state_bytes(self) -> tuple[int, int]:
         """Bytes of state on the device and on the host now; the counts of steps, always on the host, are left out."""
