@@ -10,6 +10,7 @@ from titan_moe.config.job import Optimizer, Parallelism
 from titan_moe.distributed import local_box
 from titan_moe.errors import ConfigError
 from titan_moe.models import attention
+from titan_moe.modules import parameters_by_name
 from titan_moe.optim import build_optimizer
 from titan_moe.parallelize import build_meshes
 from titan_moe.parallelize.build import build_model
@@ -34,7 +35,7 @@ def made(kind, meshes=None, parallelism=None, dtype=torch.float64, **options):
     """A model whose queries and keys are large, and an optimizer that changes nothing but by the clip."""
     config = models.config(NAMES.get(kind, kind), "debug", **FAMILIES[kind], router_dtype="float64")
     runner = build_model(config, parallelism or Parallelism(), meshes, device=torch.device("cpu"), dtype=dtype, seed=3)
-    (model,) = runner.modules
+    model = runner.modules[0] if len(runner.modules) == 1 else nn.ModuleList(runner.modules)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "self_attn" in name and "layernorm" not in name:
@@ -150,7 +151,8 @@ def run_layout(kind, degrees):
     meshes = build_meshes(parallelism)
     d = meshes.degrees
     place = d.coordinates(torch.distributed.get_rank())[0]
-    pairs = made(kind, meshes, parallelism, lr=1e-3), made(kind, lr=1e-3)
+    options = {"name": "Muon", "lr": 1e-3}
+    pairs = made(kind, meshes, parallelism, **options), made(kind, **options)
     clipped = 1.0
     for step in range(2):
         batch = batch_of(4, step)
@@ -165,7 +167,7 @@ def run_layout(kind, degrees):
             optimizer.zero_grad()
             clipped = min(clipped, *(factors.min().item() for factors in optimizer.clip.factors.values()))
     worst = 0.0
-    for name, parameter in pairs[0][1].named_parameters():
+    for name, parameter in parameters_by_name(pairs[0][1]):
         whole = pairs[1][1].get_parameter(name).detach()
         part = parameter.detach()
         if isinstance(parameter, DTensor):
@@ -183,9 +185,11 @@ def run_layout(kind, degrees):
         ("grouped", {"context_parallel_degree": 2, "context_parallel_method": "alltoall"}),
         ("gpt_oss", {"context_parallel_degree": 2}),
         ("deepseek_v3", {"tensor_parallel_degree": 2, "context_parallel_degree": 2}),
+        ("deepseek_v3", {"pipeline_parallel_degree": 2}),
     ],
 )
-def test_every_layout_clips_as_one_process(run_ranks, kind, degrees):
+def test_every_layout_makes_the_steps_of_one_process(run_ranks, kind, degrees):
+    """MuonClip in a whole model; the stages of a pipeline have different matrices and heads."""
     results = run_ranks(4, run_layout, kind, degrees)
     assert max(worst for worst, _ in results) < 1e-10
     assert all(factor < 0.9 for _, factor in results)
