@@ -66,7 +66,9 @@ def logits_of(monkeypatch, runner, batch):
 
     inner = attention.attend
     with monkeypatch.context() as patch:
-        patch.setattr(attention, "attend", whole)
+        for module in runner.modules[0].modules():
+            if hasattr(module, "query_key_rows"):
+                patch.setattr(module, "attend", whole)
         runner.evaluate(batch)
     return found
 
