@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from crashing import stamp, stamped_step
+from torch import nn
 from training import differences, full_state, network, start, train
 
 from titan_moe.checkpoint import Checkpointer, background, snapshot
@@ -119,13 +120,27 @@ def test_a_failed_write_is_told_once_and_the_next_one_works(tmp_path):
     assert checkpointer.steps() == [1, 3]
 
 
-def test_too_little_shared_memory_is_said_before_anything_is_written(tmp_path, monkeypatch):
-    usage = namedtuple("usage", "free")
-    monkeypatch.setattr(snapshot.shutil, "disk_usage", lambda _: usage(1000))
-    monkeypatch.setattr(background, "_ProcessWriter", lambda _: None)
-    checkpointer = Checkpointer(tmp_path, async_mode="process")
-    with pytest.raises(CheckpointError, match=r"a snapshot of \d+ bytes does not fit /dev/shm, which has 1000 left"):
-        checkpointer.save(1, network())
+def save_without_shared_memory(folder):
+    """One rank has too little of it for the second checkpoint."""
+    model, _ = start()
+    checkpointer = Checkpointer(folder, async_mode="process")
+    checkpointer.save(1, model)
+    checkpointer.wait()
+    original = snapshot.shutil.disk_usage
+    if dist.get_rank() == 1:
+        snapshot.shutil.disk_usage = lambda _: namedtuple("usage", "free")(1000)
+    model.big = nn.Parameter(torch.zeros(100_000))
+    checkpointer.save(2, model)
+    with pytest.raises(CheckpointError, match=r"rank 1: a snapshot of \d+ bytes does not fit /dev/shm, which has 1000"):
+        checkpointer.wait()
+    snapshot.shutil.disk_usage = original
+    checkpointer.save(3, model)
+    checkpointer.close()
+    return checkpointer.steps()
+
+
+def test_too_little_shared_memory_on_one_rank_is_told_on_all(run_ranks, tmp_path):
+    assert run_ranks(2, save_without_shared_memory, str(tmp_path)) == [[1, 3]] * 2
 
 
 def train_beside(folder, mode):

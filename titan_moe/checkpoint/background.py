@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import signal
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from datetime import timedelta
 from multiprocessing.connection import Connection
 
@@ -36,13 +37,12 @@ class Background:
         self._future: Future[None] | None = None
 
     def start(self, save: Save, parts: dict[str, Part]) -> None:
-        """Copy ``parts`` and begin to write them; ``wait`` first.
-
-        Raises:
-            CheckpointError: they could not be copied.
-        """
+        """Copy ``parts`` and begin to write them; ``wait`` first. What goes wrong, ``wait`` tells."""
         assert self._future is None, "the write before has not been waited for"
-        places = self._snapshot.take(parts)
+        try:
+            places = self._snapshot.take(parts)
+        except CheckpointError as error:
+            save, places = replace(save, fault=str(error)), {}
         self._future = self._thread.submit(self._writer.write, save, self._snapshot.block, places)
 
     @property

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Collection
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -103,8 +104,11 @@ class Checkpointer:
             "has_optimizer": optimizer is not None,
             "extra": extra or {},
         }
-        save = Save(self.folder, step, self._keep, about, without_state)
-        parts = parts_of_rank(tensors)
+        save, parts = Save(self.folder, step, self._keep, about, without_state), {}
+        try:
+            parts = parts_of_rank(tensors)
+        except CheckpointError as error:
+            save = replace(save, fault=str(error))
         if self._background is not None:
             self._background.start(save, parts)
         else:

@@ -8,7 +8,7 @@ from typing import Any
 import torch.distributed as dist
 
 from titan_moe.checkpoint import files
-from titan_moe.checkpoint.agree import on_rank_0
+from titan_moe.checkpoint.agree import on_all_ranks, on_rank_0
 from titan_moe.checkpoint.parts import Part
 from titan_moe.checkpoint.tensors import write_tensors
 from titan_moe.distributed import gather_objects, rank
@@ -25,6 +25,7 @@ class Save:
         keep: complete checkpoints to leave; 0: all.
         about: what ``state.json`` says, the same on every rank.
         without_state: parameters of this rank that the optimizer has no state for.
+        fault: why this rank cannot take part, which makes the save fail on every rank.
     """
 
     folder: Path
@@ -32,6 +33,7 @@ class Save:
     keep: int
     about: dict[str, Any]
     without_state: list[str]
+    fault: str | None = None
 
 
 def write_checkpoint(save: Save, parts: dict[str, Part], group: dist.ProcessGroup | None = None) -> None:
@@ -46,6 +48,7 @@ def write_checkpoint(save: Save, parts: dict[str, Part], group: dist.ProcessGrou
         CheckpointError: on every rank, naming what could not be written; older checkpoints are as they were.
     """
     action = f"saving step {save.step} in {save.folder} failed"
+    on_all_ranks(action, lambda: _check(save), group)
     temporary = on_rank_0(action, lambda: files.new_folder(save.folder, save.step), group)
     try:
         try:
@@ -62,6 +65,11 @@ def write_checkpoint(save: Save, parts: dict[str, Part], group: dist.ProcessGrou
             shutil.rmtree(temporary, ignore_errors=True)
         raise
     on_rank_0(f"removing old checkpoints from {save.folder} failed", lambda: _prune(save), group)
+
+
+def _check(save: Save) -> None:
+    if save.fault is not None:
+        raise CheckpointError(save.fault)
 
 
 def _publish(save: Save, temporary: Path, entries: dict[str, tuple[int, int]], without: list[str]) -> None:
