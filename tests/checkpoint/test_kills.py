@@ -47,6 +47,10 @@ def steps_logged(out):
     return len(records(out)) if (out / "metrics.jsonl").exists() else 0
 
 
+def steps_saved(folder):
+    return [int(path.name.split("-")[1]) for path in folder.glob("step-*") if not path.suffix]
+
+
 def kill_runs(tmp_path, mode, kills):
     corpus = tmp_path / "corpus"
     corpus.mkdir()
@@ -59,9 +63,12 @@ def kill_runs(tmp_path, mode, kills):
         processes, note = launch(config, tmp_path, str(attempt))
         wait_until(lambda note=note: note.exists() and note.read_text(), processes)
         assert int(note.read_text()) == newest
-        # Some time after the first new step; a few steps later there is the next checkpoint.
-        wait_until(lambda start=newest: steps_logged(out) > start, processes)
-        time.sleep(chance.uniform(0, 0.5))
+        # Some time after the first new step, or after the first new checkpoint.
+        if attempt % 4 < 2:
+            wait_until(lambda start=newest: max(steps_saved(folder), default=0) > start, processes)
+        else:
+            wait_until(lambda start=newest: steps_logged(out) > start, processes)
+        time.sleep(chance.uniform(0, 0.3))
         victim = processes[attempt % WORLD]
         victim.kill()
         victim.join()
@@ -71,7 +78,7 @@ def kill_runs(tmp_path, mode, kills):
         assert newest >= before
         # What is lost since the newest complete checkpoint: an interval, and one that was being written beside it.
         assert steps_logged(out) - newest <= (INTERVAL if mode == "disabled" else 2 * INTERVAL)
-    assert newest >= INTERVAL
+    assert newest >= kills // 4 * INTERVAL
 
     # One more, so that all that was resumed is on record, then a run that nothing disturbs.
     processes, _ = launch(config, tmp_path, "last")
