@@ -10,6 +10,7 @@ The folder is removed at the end.
 
 import argparse
 import json
+import math
 import shutil
 import subprocess
 import sys
@@ -36,14 +37,14 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
 
 
 def write_synthetic(folder: Path, gigabytes: float, **override: int) -> int:
-    """A bfloat16 checkpoint of about that size, in files of 2 GB; returns its bytes."""
+    """A bfloat16 checkpoint of at least that size, in files of 2 GB; returns its bytes."""
     config = models.config("qwen3_moe", "30b_a3b", **override)
 
     def bytes_of(layers: int) -> int:
         shapes = all_shapes(replace(config, num_layers=layers))
         return sum(torch.Size(shape).numel() * 2 for shape in shapes.values())
 
-    layers = max(1, round((gigabytes * 1e9 - bytes_of(1)) / (bytes_of(2) - bytes_of(1))) + 1)
+    layers = max(1, math.ceil((gigabytes * 1e9 - bytes_of(1)) / (bytes_of(2) - bytes_of(1))) + 1)
     config = replace(config, num_layers=layers)
     held = {name: Held(shape, torch.bfloat16, {}) for name, shape in all_shapes(config).items()}
     entries = [Entry(each.name, each.shape, each.dtype) for each in hf_tensors(config, held)]
