@@ -1,6 +1,10 @@
 """Options and fixtures of the whole suite."""
 
+import os
 from collections.abc import Callable, Iterator
+
+# Triton reads this when it is first imported. Nothing but the tests of the kernels uses it on a CPU.
+os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import pytest
 from pool import WorkerPool

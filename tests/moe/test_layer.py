@@ -216,7 +216,7 @@ def test_compiled_experts_are_one_graph():
 
     def run(x):
         dispatched = layer.dispatcher.dispatch(x, routing)
-        y = layer.experts(dispatched.x, dispatched.counts_E, dispatched.weights_R, dispatched.route_map)
+        y = layer.experts(dispatched.x, dispatched.counts_E, dispatched.weights, dispatched.route_map)
         return layer.dispatcher.combine(y, dispatched)
 
     results = []

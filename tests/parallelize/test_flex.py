@@ -65,7 +65,7 @@ def unwaited():
     before = dispatched.x.isnan().all().item()
     dispatched = way.dispatch_postprocess(dispatched)
     after = dispatched.x.isnan().any().item()
-    y = layer.experts(dispatched.x, dispatched.counts_E, dispatched.weights_R, dispatched.route_map)
+    y = layer.experts(dispatched.x, dispatched.counts_E, dispatched.weights, dispatched.route_map)
     back = way.token_combine(way.combine_preprocess(y, dispatched), dispatched)
     missing = back.isnan().all().item()
     out = way.combine_postprocess(back, dispatched)

@@ -18,6 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from titan_moe.kernels.language import tl, triton
+
 
 @dataclass(frozen=True)
 class Activation:
@@ -87,6 +89,45 @@ def activation_backward(z_RnF: Tensor, da_RF: Tensor, act: Activation) -> tuple[
     dgate.copy_(da).mul_(slope.mul_(u1)).masked_fill_(gate > act.limit, 0)
     dup.copy_(da).mul_(gs).masked_fill_(up.abs() > act.limit, 0)
     return gs.mul_(u1), dz
+
+
+@triton.jit
+def activation_tile(gate, up, KIND: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr):
+    """``activation_forward`` of a tile in registers; gate is not read for relu2."""
+    if KIND == "relu2":
+        r = tl.where(up > 0, up, 0.0)
+        return r * r
+    if KIND == "swiglu":
+        return gate / (1 + tl.exp(-gate)) * up
+    if KIND == "geglu":
+        return gate * 0.5 * (1 + tl.erf(gate * 0.7071067811865476)) * up
+    g = tl.where(gate > LIMIT, LIMIT, gate)
+    u = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
+    return g / (1 + tl.exp(-ALPHA * g)) * (u + 1)
+
+
+@triton.jit
+def activation_backward_tile(gate, up, da, KIND: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr):
+    """``activation_backward`` of a tile: the activation, dgate (meaningless for relu2) and dup."""
+    if KIND == "relu2":
+        r = tl.where(up > 0, up, 0.0)
+        return r * r, r, 2 * r * da
+    if KIND == "swiglu":
+        s = 1 / (1 + tl.exp(-gate))
+        a = gate * s
+        return a * up, da * up * (s + a * (1 - s)), da * a
+    if KIND == "geglu":
+        cdf = 0.5 * (1 + tl.erf(gate * 0.7071067811865476))
+        pdf = 0.3989422804014327 * tl.exp(-0.5 * gate * gate)
+        a = gate * cdf
+        return a * up, da * up * (cdf + gate * pdf), da * a
+    g = tl.where(gate > LIMIT, LIMIT, gate)
+    u = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up)) + 1
+    s = 1 / (1 + tl.exp(-ALPHA * g))
+    a = g * s
+    dgate = tl.where(gate > LIMIT, 0.0, da * u * (s + ALPHA * a * (1 - s)))
+    dup = tl.where((up > LIMIT) | (up < -LIMIT), 0.0, da * a)
+    return a * u, dgate, dup
 
 
 class _Activate(torch.autograd.Function):

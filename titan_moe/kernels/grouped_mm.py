@@ -27,6 +27,24 @@ def grouped_mm(a: Tensor, b: Tensor, offsets_E: Tensor) -> Tensor:
     return torch.ops.titan_moe.grouped_mm(a, b, offsets_E)
 
 
+def unused_rows(R: int, offsets_E: Tensor) -> Tensor:
+    """Bool ``[R, 1]``: rows past the last offset."""
+    return (torch.arange(R, device=offsets_E.device) >= offsets_E[-1]).unsqueeze(1)
+
+
+def expert_of_rows(R: int, offsets_E: Tensor) -> Tensor:
+    """Int ``[R]``: the group of each row; the last one for rows past all groups."""
+    rows = torch.arange(R, device=offsets_E.device, dtype=torch.int32)
+    return torch.searchsorted(offsets_E, rows, right=True).clamp_(max=offsets_E.shape[0] - 1)
+
+
+def column_sums(x_RN: Tensor, weights_R: Tensor | None, offsets_E: Tensor) -> Tensor:
+    """Sum over each group's rows, weighted: ``[R, N] -> [E, N]``."""
+    # Eight equal columns keep the product's strides a multiple of 16 bytes in every dtype.
+    w = x_RN.new_ones(x_RN.shape[0]) if weights_R is None else weights_R.to(x_RN.dtype)
+    return grouped_mm(w.unsqueeze(1).expand(-1, 8).contiguous().t(), x_RN, offsets_E)[:, 0]
+
+
 def _shape(a: Tensor, b: Tensor, offsets: Tensor) -> tuple[int, ...]:
     return (a.shape[0], b.shape[2]) if b.dim() == 3 else (offsets.shape[0], a.shape[0], b.shape[1])
 

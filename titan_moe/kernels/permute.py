@@ -1,6 +1,7 @@
 """Gather token rows into expert order: x ``[T, D]`` -> rows ``[R, D]``.
 
-Writes RD elements and reads TD to RD; saves indices only. Backward is the fixed-order sum of ``combine``.
+Writes RD elements and reads TD to RD; saves indices only. Backward is the fixed-order sum of ``combine``. Only the loop
+over experts needs it: the fused products gather as they read.
 """
 
 import torch

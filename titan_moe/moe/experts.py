@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titan_moe.kernels.activation import Activation
+from titan_moe.kernels.combine import combine
 from titan_moe.kernels.grouped_mlp import grouped_mlp
 from titan_moe.kernels.permute import permute
 from titan_moe.kernels.route_map import RouteMap, offsets_of
@@ -60,20 +61,18 @@ class Experts(nn.Module):
         E, _, F_, D = self.w1.shape
         return f"experts={E}, dim={D}, hidden={F_}, activation={self.activation.kind}, backend={self.backend}"
 
-    def forward(self, x: Tensor, counts_E: Tensor, weights_R: Tensor, route_map: RouteMap | None = None) -> Tensor:
-        """Rows sorted by expert ``[R, D]`` -> ``[R, D]``.
+    def forward(self, x: Tensor, counts_E: Tensor, weights: Tensor, route_map: RouteMap | None = None) -> Tensor:
+        """Rows sorted by expert ``[R, D]`` -> ``[R, D]``; with ``route_map`` tokens ``[T, D]`` -> sums of their rows.
 
         Args:
-            x: the rows; or, with ``route_map``, tokens ``[T, D]`` to gather them from, so that the rows need not
-                be kept for backward.
-            counts_E: rows of each expert. Rows past their sum come out undefined or zero and must not be read.
-            weights_R: routing weight of each row, fp32 or wider.
+            x: the rows, or the tokens to gather them from, so that the rows need not be kept for backward.
+            counts_E: rows of each expert. Rows past their sum come out zero.
+            weights: routing weight of each row ``[R]``, or of each slot of ``route_map``; fp32 or wider.
         """
         if self.w1.shape[0] == 0:
-            rows = x if route_map is None else permute(x, route_map)
-            return self._keep_in_graph(torch.zeros_like(rows), rows[:0], weights_R[:0])
+            return self._keep_in_graph(torch.zeros_like(x), x[:0], weights[:0])
         if self.backend == "sequential":
-            y = self._sequential(x if route_map is None else permute(x, route_map), counts_E, weights_R)
+            y = self._sequential(x, counts_E, weights, route_map)
         else:
             offsets_E = offsets_of(counts_E) if route_map is None else route_map.offsets_E
             operands = x, self.w1, self.w2, self.b1, self.b2 if self.adds_b2 else None
@@ -82,7 +81,7 @@ class Experts(nn.Module):
                 # Autocast knows linears, but not products over groups.
                 dtype = torch.get_autocast_dtype(device)
                 operands = tuple(None if t is None else t.to(dtype) for t in operands)
-            y = grouped_mlp(*operands, weights_R, offsets_E, self.activation, self.weight_on, route_map)
+            y = grouped_mlp(*operands, weights, offsets_E, self.activation, self.weight_on, route_map)
         return y if self.b2 is None or self.adds_b2 else self._keep_in_graph(y)
 
     def _keep_in_graph(self, y: Tensor, *empty: Tensor) -> Tensor:
@@ -90,8 +89,11 @@ class Experts(nn.Module):
         parts = [p[:0].sum() for p in self.parameters(recurse=False)] + [t.sum() for t in empty]
         return y + sum(parts).to(y.dtype)
 
-    def _sequential(self, rows_RD: Tensor, counts_E: Tensor, weights_R: Tensor) -> Tensor:
+    def _sequential(self, x: Tensor, counts_E: Tensor, weights: Tensor, route_map: RouteMap | None) -> Tensor:
         """The slow oracle: one expert after the other, sizes read on the host, plain autograd."""
+        rows_RD, weights_R = x, weights
+        if route_map is not None:
+            rows_RD, weights_R = permute(x, route_map), weights.reshape(-1).index_select(0, route_map.slot_of_R)
         sizes = counts_E.tolist()
         used = sum(sizes)
         outputs = [
@@ -100,7 +102,8 @@ class Experts(nn.Module):
                 zip(rows_RD[:used].split(sizes), weights_R[:used].split(sizes), strict=True)
             )
         ]
-        return F.pad(torch.cat(outputs), (0, 0, 0, rows_RD.shape[0] - used))
+        y_RD = F.pad(torch.cat(outputs), (0, 0, 0, rows_RD.shape[0] - used))
+        return y_RD if route_map is None else combine(y_RD, route_map)
 
     def _expert(self, e: int, rows: Tensor, weights: Tensor) -> Tensor:
         on_input = self.weight_on == "input"

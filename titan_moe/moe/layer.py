@@ -58,8 +58,8 @@ class MoE(nn.Module):
         x_TD = x.reshape(-1, x.shape[-1])
         routing, aux = self.route(x_TD, None if valid is None else valid.reshape(-1), x.shape[:-2].numel())
         dispatched = self.dispatcher.dispatch(x_TD if self.latent_down is None else self.latent_down(x_TD), routing)
-        y_RD = self.experts(dispatched.x, dispatched.counts_E, dispatched.weights_R, dispatched.route_map)
-        y_TD = self.dispatcher.combine(y_RD, dispatched)
+        y = self.experts(dispatched.x, dispatched.counts_E, dispatched.weights, dispatched.route_map)
+        y_TD = self.dispatcher.combine(y, dispatched)
         if self.latent_up is not None:
             y_TD = self.latent_up(y_TD)
         if aux is not None:

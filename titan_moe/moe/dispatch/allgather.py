@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from titan_moe.kernels.combine import combine
 from titan_moe.kernels.route_map import route_map
 from titan_moe.moe.dispatch.base import Dispatched, GroupDispatcher
 from titan_moe.moe.dispatch.wire import all_gather, gather_ranks, sum_ranks
@@ -59,7 +58,7 @@ class AllGatherDispatcher(GroupDispatcher):
     def token_dispatch(self, dispatched: Dispatched) -> Dispatched:
         way = dispatched.state
         ids_TK = all_gather(way.ids_TK.int(), way.most_tokens, self.group, fill=-1).long()
-        x, weights_TK = gather_ranks(dispatched.x, dispatched.weights_R, rows=way.most_tokens, group=self.group)
+        x, weights_TK = gather_ranks(dispatched.x, dispatched.weights, rows=way.most_tokens, group=self.group)
         way = _Way(ids_TK, way.tokens, way.most_tokens, way.max_rows)
         return Dispatched(x, weights_TK, dispatched.counts_E, None, way)
 
@@ -69,11 +68,10 @@ class AllGatherDispatcher(GroupDispatcher):
         ids_TK = torch.where((ids_TK >= 0) & (ids_TK < experts), ids_TK, -1)
         counts_E = count_experts(ids_TK, experts)
         map_ = route_map(ids_TK, counts_E, way.max_rows)
-        weights_R = dispatched.weights_R.reshape(-1).index_select(0, map_.slot_of_R)
-        return Dispatched(dispatched.x, weights_R, counts_E, map_, way)
+        return Dispatched(dispatched.x, dispatched.weights, counts_E, map_, way)
 
-    def combine_preprocess(self, y_RD: Tensor, dispatched: Dispatched) -> Tensor:
-        return combine(y_RD, dispatched.route_map)
+    def combine_preprocess(self, y: Tensor, dispatched: Dispatched) -> Tensor:
+        return y
 
     def token_combine(self, y: Tensor, dispatched: Dispatched) -> Tensor:
         return sum_ranks(y, self.group)

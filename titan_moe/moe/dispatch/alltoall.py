@@ -67,7 +67,7 @@ class AllToAllDispatcher(GroupDispatcher):
         # The spare row: some slot in, zero back. Without tokens there is none.
         slot_of = torch.cat([slot_of, by_expert.slot_of_R[-1:]])
         row_of = torch.where(ids_TK[..., None] < 0, R * copies, row_of)
-        home = RouteMap(slot_of.div(K, rounding_mode="floor"), slot_of, row_of.view(T, K * copies), by_expert.offsets_E)
+        home = RouteMap(slot_of, row_of.view(T, K * copies), by_expert.offsets_E, K)
         rows = gather_rows(x_TD, home.token_of_R, home.row_of_TK)
         weights = gather_rows(routing.weights_TK.reshape(-1), slot_of, row_of.view(T * K, copies))
         send = [n for n in to_ep for _ in range(copies)]
@@ -81,16 +81,15 @@ class AllToAllDispatcher(GroupDispatcher):
 
     def token_dispatch(self, dispatched: Dispatched) -> Dispatched:
         way = dispatched.state
-        x, weights = swap(dispatched.x, dispatched.weights_R, send=way.send, receive=way.receive, group=self.group)
+        x, weights = swap(dispatched.x, dispatched.weights, send=way.send, receive=way.receive, group=self.group)
         return Dispatched(x, weights, dispatched.counts_E, None, way)
 
     def dispatch_postprocess(self, dispatched: Dispatched) -> Dispatched:
         map_ = _by_expert(dispatched.state.counts_Ge, dispatched.x.shape[0])
-        weights = gather_rows(dispatched.weights_R, map_.token_of_R, map_.row_of_TK)
-        return Dispatched(dispatched.x, weights, dispatched.counts_E, map_, dispatched.state)
+        return Dispatched(dispatched.x, dispatched.weights, dispatched.counts_E, map_, dispatched.state)
 
-    def combine_preprocess(self, y_RD: Tensor, dispatched: Dispatched) -> Tensor:
-        return combine(y_RD, dispatched.route_map)
+    def combine_preprocess(self, y: Tensor, dispatched: Dispatched) -> Tensor:
+        return y
 
     def token_combine(self, y: Tensor, dispatched: Dispatched) -> Tensor:
         way = dispatched.state
@@ -111,4 +110,4 @@ def _by_expert(counts_Ge: Tensor, R: int) -> RouteMap:
     row_of = at_R + (ahead_t_Ge - ahead_Ge).flatten().repeat_interleave(sizes, output_size=R)
     token_of = torch.empty_like(at_R).scatter_(0, row_of, at_R)
     token_of = torch.cat([token_of, at_R[:1]])
-    return RouteMap(token_of, token_of, row_of[:, None], offsets_of(counts_Ge.sum(0)))
+    return RouteMap(token_of, row_of[:, None], offsets_of(counts_Ge.sum(0)), 1)

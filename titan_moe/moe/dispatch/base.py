@@ -31,14 +31,14 @@ def expert_range(num_experts: int, ep_size: int, ep_rank: int) -> tuple[int, int
 class Dispatched:
     """What the experts of this rank compute on, and what the way back needs.
 
-    Complete after the third stage: ``weights_R`` and ``counts_E`` then describe the rows of the experts here, and the
-    rows are ``x`` gathered by ``route_map``. Between the stages ``x`` and ``weights_R`` are what travels next.
+    Complete after the third stage: the rows of the experts here are then ``x`` gathered by ``route_map``, and
+    ``weights`` and ``counts_E`` describe them. Between the stages ``x`` and ``weights`` are what travels next.
     """
 
     x: Tensor
     """``[T, D]`` tokens, or rows that have arrived."""
-    weights_R: Tensor
-    """Routing weight of each row, fp32 or wider, with gradient."""
+    weights: Tensor
+    """Routing weight of each slot of ``route_map``, or without one of each row; fp32 or wider, with gradient."""
     counts_E: Tensor
     """Int64: rows of each expert of this rank."""
     route_map: RouteMap | None
@@ -68,8 +68,8 @@ class Dispatcher(ABC):
         """Order what arrived by local expert."""
 
     @abstractmethod
-    def combine_preprocess(self, y_RD: Tensor, dispatched: Dispatched) -> Tensor:
-        """Order the experts' output by where it goes."""
+    def combine_preprocess(self, y: Tensor, dispatched: Dispatched) -> Tensor:
+        """Order the experts' output by where it goes. With a ``route_map`` the experts have done so already."""
 
     @abstractmethod
     def token_combine(self, y: Tensor, dispatched: Dispatched) -> Tensor:
@@ -83,9 +83,9 @@ class Dispatcher(ABC):
         """The three stages of the way out."""
         return self.dispatch_postprocess(self.token_dispatch(self.dispatch_preprocess(x_TD, routing)))
 
-    def combine(self, y_RD: Tensor, dispatched: Dispatched) -> Tensor:
+    def combine(self, y: Tensor, dispatched: Dispatched) -> Tensor:
         """The three stages of the way back."""
-        y = self.combine_preprocess(y_RD, dispatched)
+        y = self.combine_preprocess(y, dispatched)
         return self.combine_postprocess(self.token_combine(y, dispatched), dispatched)
 
 

@@ -22,7 +22,6 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from titan_moe.errors import ConfigError
-from titan_moe.kernels.combine import combine
 from titan_moe.kernels.route_map import route_map
 from titan_moe.moe.dispatch.base import Dispatched, GroupDispatcher
 from titan_moe.moe.dispatch.wire import all_gather
@@ -158,7 +157,7 @@ class DeepEPDispatcher(_FlexDispatcher):
     def token_dispatch(self, dispatched: Dispatched) -> Dispatched:
         x, buffer = dispatched.x, self._buffer(dispatched.x)
         rows, weights, *way = _DeepEPDispatch.apply(
-            x, dispatched.state, dispatched.weights_R, buffer, self.numbers, buffer.capture()
+            x, dispatched.state, dispatched.weights, buffer, self.numbers, buffer.capture()
         )
         return Dispatched(rows, weights, dispatched.counts_E, None, _Way(*way))
 
@@ -168,11 +167,10 @@ class DeepEPDispatcher(_FlexDispatcher):
         ids = way.ids.long()
         counts_E = count_experts(ids, self.last - self.first)
         map_ = route_map(ids, counts_E, way.rows)
-        weights_R = dispatched.weights_R.reshape(-1).index_select(0, map_.slot_of_R)
-        return Dispatched(dispatched.x, weights_R, counts_E, map_, way)
+        return Dispatched(dispatched.x, dispatched.weights, counts_E, map_, way)
 
-    def combine_preprocess(self, y_RD: Tensor, dispatched: Dispatched) -> Tensor:
-        return combine(y_RD, dispatched.route_map)
+    def combine_preprocess(self, y: Tensor, dispatched: Dispatched) -> Tensor:
+        return y
 
     def token_combine(self, y: Tensor, dispatched: Dispatched) -> Tensor:
         buffer = self._buffer(y)
@@ -263,16 +261,16 @@ class HybridEPDispatcher(_FlexDispatcher):
 
     def token_dispatch(self, dispatched: Dispatched) -> Dispatched:
         x, (map_TN, rows, T) = dispatched.x, dispatched.state
-        x, weights_R, handle = _HybridEPDispatch.apply(
-            x, map_TN, dispatched.weights_R, self._buffer(x), self.block, rows
+        x, weights, handle = _HybridEPDispatch.apply(
+            x, map_TN, dispatched.weights, self._buffer(x), self.block, rows
         )
-        return Dispatched(x, weights_R, dispatched.counts_E, None, (handle, T))
+        return Dispatched(x, weights, dispatched.counts_E, None, (handle, T))
 
     def dispatch_postprocess(self, dispatched: Dispatched) -> Dispatched:
         return dispatched
 
-    def combine_preprocess(self, y_RD: Tensor, dispatched: Dispatched) -> Tensor:
-        return y_RD
+    def combine_preprocess(self, y: Tensor, dispatched: Dispatched) -> Tensor:
+        return y
 
     def token_combine(self, y: Tensor, dispatched: Dispatched) -> Tensor:
         return _HybridEPCombine.apply(y.contiguous(), self._buffer(y), dispatched.state[0])

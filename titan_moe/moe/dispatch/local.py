@@ -2,21 +2,19 @@
 
 from torch import Tensor
 
-from titan_moe.kernels.combine import combine
 from titan_moe.kernels.route_map import route_map
 from titan_moe.moe.dispatch.base import Dispatched, Dispatcher
 from titan_moe.moe.routing import Routing
 
 
 class LocalDispatcher(Dispatcher):
-    """Orders rows by expert. The gather itself is left to the experts' first product."""
+    """Orders rows by expert. Gathering and summing them is left to the experts' products."""
 
     host_syncs = 0
 
     def dispatch_preprocess(self, x_TD: Tensor, routing: Routing) -> Dispatched:
         map_ = route_map(routing.expert_ids_TK, routing.counts_E, routing.max_rows)
-        weights_R = routing.weights_TK.reshape(-1).index_select(0, map_.slot_of_R)
-        return Dispatched(x_TD, weights_R, routing.counts_E, map_)
+        return Dispatched(x_TD, routing.weights_TK, routing.counts_E, map_)
 
     def token_dispatch(self, dispatched: Dispatched) -> Dispatched:
         return dispatched
@@ -24,11 +22,11 @@ class LocalDispatcher(Dispatcher):
     def dispatch_postprocess(self, dispatched: Dispatched) -> Dispatched:
         return dispatched
 
-    def combine_preprocess(self, y_RD: Tensor, dispatched: Dispatched) -> Tensor:
-        return y_RD
+    def combine_preprocess(self, y: Tensor, dispatched: Dispatched) -> Tensor:
+        return y
 
     def token_combine(self, y: Tensor, dispatched: Dispatched) -> Tensor:
         return y
 
     def combine_postprocess(self, y: Tensor, dispatched: Dispatched) -> Tensor:
-        return combine(y, dispatched.route_map)
+        return y

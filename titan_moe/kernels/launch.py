@@ -1,0 +1,107 @@
+"""Launching kernels, and how large their blocks are.
+
+Block sizes come from a table for each architecture, never from tuning at run time: a run would otherwise depend on
+what else the device did while it tuned. ``audit`` compiles every entry.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from titan_moe.kernels.language import INTERPRETED
+
+
+@dataclass(frozen=True)
+class Block:
+    """Rows, columns and depth of a program's block, in elements, and how it runs."""
+
+    m: int
+    n: int
+    k: int
+    warps: int
+    stages: int
+
+
+# m is the same for every product over groups of rows: they share one list of tiles.
+_SM80 = {
+    "gather_up": Block(128, 64, 32, 8, 3),
+    "rows": Block(128, 128, 32, 8, 3),
+    "down_dgrad": Block(128, 64, 32, 8, 3),
+    "wgrad": Block(128, 128, 32, 8, 3),
+}
+_SM90 = {
+    "gather_up": Block(128, 128, 64, 8, 3),
+    "rows": Block(128, 256, 64, 8, 3),
+    "down_dgrad": Block(128, 128, 64, 8, 3),
+    "wgrad": Block(128, 256, 64, 8, 3),
+}
+# Small enough that every loop and every edge shows in small tests.
+_INTERPRETER = {name: Block(16, 16, 16, 4, 1) for name in _SM90}
+BLOCKS: dict[str, dict[str, Block]] = {"sm_80": _SM80, "sm_90": _SM90, "sm_100": _SM90, "interpreter": _INTERPRETER}
+
+
+def architecture(device: torch.device) -> str:
+    """Key of ``BLOCKS`` for a device: the newest entry that it can run."""
+    if device.type != "cuda":
+        return "interpreter" if INTERPRETED else "sm_90"
+    return _cuda_architecture(device.index or 0)
+
+
+@lru_cache
+def _cuda_architecture(index: int) -> str:
+    if not torch.cuda.is_available():  # a fake tensor of a device that this machine has not
+        return "sm_90"
+    major, _ = torch.cuda.get_device_capability(index)
+    return "sm_100" if major >= 10 else "sm_90" if major == 9 else "sm_80"
+
+
+def block(name: str, tensor: Tensor) -> Block:
+    """The block of a kernel for a tensor's device and dtype."""
+    arch = architecture(tensor.device)
+    return sized(BLOCKS[arch][name], tensor.element_size() if arch != "interpreter" else 2)
+
+
+def sized(block: Block, element_size: int) -> Block:
+    """The entry for elements of 2 bytes, cut so that wider ones take no more shared memory or registers."""
+    return block if element_size <= 2 else Block(block.m, 64, 32, block.warps, 2)
+
+
+def tile_rows(device: torch.device) -> int:
+    """Rows of a tile of the products over groups of rows."""
+    return BLOCKS[architecture(device)]["rows"].m
+
+
+class Counter:
+    """Launches by kernel name, while entered."""
+
+    def __init__(self) -> None:
+        self.by_name: dict[str, int] = {}
+
+    def __enter__(self) -> "Counter":
+        _counters.append(self)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        _counters.remove(self)
+
+    @property
+    def total(self) -> int:
+        return sum(self.by_name.values())
+
+
+_counters: list[Counter] = []
+
+
+def launch(kernel: Any, programs: int, *args: Any, **meta: Any) -> None:
+    """Run ``programs`` programs of a kernel; none for 0. For fake tensors the launch is counted and nothing runs."""
+    if programs == 0:
+        return
+    for counter in _counters:
+        name = kernel.__name__
+        counter.by_name[name] = counter.by_name.get(name, 0) + 1
+    if not any(isinstance(arg, FakeTensor) for arg in args):
+        kernel[(programs,)](*args, **meta)
