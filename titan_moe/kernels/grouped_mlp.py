@@ -96,6 +96,4 @@ def grouped_mlp(
     maps = None, None, None, 1
     if route_map is not None:
         maps = route_map.row_of_TK, route_map.slot_of_R, route_map.tiles, route_map.slots_per_token
-    return _GroupedMLP.apply(
-        x, w1_EnFD, w2_EDF, b1_EnF, b2_ED, weights, offsets_E, *maps, act, weight_on == "input"
-    )
+    return _GroupedMLP.apply(x, w1_EnFD, w2_EDF, b1_EnF, b2_ED, weights, offsets_E, *maps, act, weight_on == "input")

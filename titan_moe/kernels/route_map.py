@@ -278,5 +278,3 @@ _tiles = operator("tiles(Tensor offsets, SymInt rows) -> Tensor", _tiles_referen
 def tiles_of(offsets_E: Tensor, rows: int) -> Tensor:
     """The list of tiles of a map that was made elsewhere, as ``RouteMap.tiles``; empty where kernels do not run."""
     return _tiles(offsets_E, rows)
-
-

@@ -63,9 +63,7 @@ def _wgrad_kernel(
         left_row = token if GATHER_LEFT else row
         right_row = token if GATHER_RIGHT else row
         # Both sides are masked: a row past the group may hold NaN, and 0 x NaN is NaN.
-        a = tl.load(
-            left + left_row.to(tl.int64)[:, None] * M + m[None, :], used[:, None] & (m < M)[None, :], other=0.0
-        )
+        a = tl.load(left + left_row.to(tl.int64)[:, None] * M + m[None, :], used[:, None] & (m < M)[None, :], other=0.0)
         b = tl.load(
             right + right_row.to(tl.int64)[:, None] * N + n[None, :], used[:, None] & (n < N)[None, :], other=0.0
         )
