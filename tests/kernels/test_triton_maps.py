@@ -20,7 +20,7 @@ def random_ids(T, K, E, empty=0.0, seed=0, dtype=torch.int64):
 def make(ids, E, **options):
     counts = torch.bincount(ids[ids >= 0].long(), minlength=E)
     max_rows = options.pop("max_rows", ids.numel())
-    m = route_map(ids, counts, max_rows, **options)
+    m = route_map(ids, options.pop("partials", counts), max_rows, **options)
     return counts, (m.slot_of_R, m.row_of_TK, m.offsets_E, m.tiles)
 
 
@@ -76,7 +76,7 @@ def test_route_map_takes_counts_of_blocks_of_sequences(sequences):
     ids = random_ids(T, K, E, empty=0.1)
     blocks = [part for row in ids.view(sequences, S, K) for part in row.split(64)]
     partials = torch.stack([torch.bincount(b[b >= 0], minlength=E) for b in blocks]).int()
-    counts, result = by_triton(make, ids, E, partials_NE=partials, num_sequences=sequences)
+    counts, result = by_triton(make, ids, E, partials=partials, num_sequences=sequences)
     check_map(ids, E, counts, *result, max_rows=T * K)
 
 

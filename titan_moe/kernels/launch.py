@@ -4,6 +4,8 @@ Block sizes come from a table for each architecture, never from tuning at run ti
 what else the device did while it tuned. ``audit`` compiles every entry.
 """
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -11,8 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
-
-from titan_moe.kernels.language import INTERPRETED
 
 
 @dataclass(frozen=True)
@@ -34,9 +34,9 @@ _SM80 = {
     "wgrad": Block(128, 128, 32, 8, 3),
 }
 _SM90 = {
-    "gather_up": Block(128, 128, 64, 8, 3),
+    "gather_up": Block(128, 64, 64, 8, 3),
     "rows": Block(128, 256, 64, 8, 3),
-    "down_dgrad": Block(128, 128, 64, 8, 3),
+    "down_dgrad": Block(128, 64, 64, 8, 3),
     "wgrad": Block(128, 256, 64, 8, 3),
 }
 # Small enough that every loop and every edge shows in small tests.
@@ -44,17 +44,33 @@ _INTERPRETER = {name: Block(16, 16, 16, 4, 1) for name in _SM90}
 BLOCKS: dict[str, dict[str, Block]] = {"sm_80": _SM80, "sm_90": _SM90, "sm_100": _SM90, "interpreter": _INTERPRETER}
 
 
+_assumed: str | None = None
+
+
 def architecture(device: torch.device) -> str:
     """Key of ``BLOCKS`` for a device: the newest entry that it can run."""
+    if _assumed is not None:
+        return _assumed
     if device.type != "cuda":
-        return "interpreter" if INTERPRETED else "sm_90"
+        return "interpreter"
+    if not torch.cuda.is_available():  # a fake tensor
+        return "sm_90"
     return _cuda_architecture(device.index or 0)
+
+
+@contextmanager
+def assumed(arch: str) -> Iterator[None]:
+    """Take every device for ``arch``: for fake tensors, on a machine without such a device."""
+    global _assumed
+    before, _assumed = _assumed, arch
+    try:
+        yield
+    finally:
+        _assumed = before
 
 
 @lru_cache
 def _cuda_architecture(index: int) -> str:
-    if not torch.cuda.is_available():  # a fake tensor of a device that this machine has not
-        return "sm_90"
     major, _ = torch.cuda.get_device_capability(index)
     return "sm_100" if major >= 10 else "sm_90" if major == 9 else "sm_80"
 
@@ -75,33 +91,25 @@ def tile_rows(device: torch.device) -> int:
     return BLOCKS[architecture(device)]["rows"].m
 
 
-class Counter:
-    """Launches by kernel name, while entered."""
-
-    def __init__(self) -> None:
-        self.by_name: dict[str, int] = {}
-
-    def __enter__(self) -> "Counter":
-        _counters.append(self)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        _counters.remove(self)
-
-    @property
-    def total(self) -> int:
-        return sum(self.by_name.values())
+Observer = Callable[[Any, int, tuple, dict[str, Any]], None]
+_observers: list[Observer] = []
 
 
-_counters: list[Counter] = []
+@contextmanager
+def observed(observer: Observer) -> Iterator[None]:
+    """Call ``observer(kernel, programs, args, meta)`` at every launch."""
+    _observers.append(observer)
+    try:
+        yield
+    finally:
+        _observers.remove(observer)
 
 
 def launch(kernel: Any, programs: int, *args: Any, **meta: Any) -> None:
-    """Run ``programs`` programs of a kernel; none for 0. For fake tensors the launch is counted and nothing runs."""
+    """Run ``programs`` programs of a kernel; none for 0. For fake tensors the launch is observed and nothing runs."""
     if programs == 0:
         return
-    for counter in _counters:
-        name = kernel.__name__
-        counter.by_name[name] = counter.by_name.get(name, 0) + 1
+    for observer in _observers:
+        observer(kernel, programs, args, meta)
     if not any(isinstance(arg, FakeTensor) for arg in args):
         kernel[(programs,)](*args, **meta)

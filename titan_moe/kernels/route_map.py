@@ -173,8 +173,9 @@ def block_tokens(sequence: int, num_sequences: int) -> int:
     return block
 
 
-def _reference(ids: Tensor, counts: Tensor, partials: Tensor | None, max_rows: int, sequences: int, alignment: int):
+def _reference(ids: Tensor, counts: Tensor, max_rows: int, sequences: int, alignment: int):
     T, K = ids.shape
+    counts = counts if counts.dim() == 1 else counts.sum(0)
     E = counts.shape[0]
     flat = ids.reshape(-1)
     unused = flat < 0
@@ -197,17 +198,19 @@ def _reference(ids: Tensor, counts: Tensor, partials: Tensor | None, max_rows: i
     return slot_of, row_of.masked_fill_(unused, R - 1).view(T, K), offsets, offsets.new_empty(2, 0)
 
 
-def _kernels(ids: Tensor, counts: Tensor, partials: Tensor | None, max_rows: int, sequences: int, alignment: int):
+def _kernels(ids: Tensor, counts: Tensor, max_rows: int, sequences: int, alignment: int):
     T, K = ids.shape
-    E, R, S = counts.shape[0], max_rows + 1, T // sequences
+    E, R, S = counts.shape[-1], max_rows + 1, T // sequences
     assert T * K < 2**31 and R < 2**31, (T, K, R)
     m = tile_rows(ids.device)
     ids = ids.contiguous()
     block = block_tokens(S, sequences)
     per_sequence = -(-S // block)
     blocks, E2 = sequences * per_sequence, triton.next_power_of_2(E)
-    shape = {"BLOCK": block, "SLOTS": _SLOTS, "E2": E2, "num_warps": 4 if E2 <= 256 else 8}
-    if partials is None:
+    # One-hot matrices of slots by experts live in registers.
+    shape = {"BLOCK": block, "SLOTS": max(min(_SLOTS, 4096 // E2), 1), "E2": E2, "num_warps": 4}
+    partials = counts
+    if counts.dim() == 1:
         partials = counts.new_empty(blocks, E, dtype=torch.int32)
         launch(_count_kernel, blocks, ids, partials, T, S, K, E, per_sequence, **shape)
     tiles = counts.new_empty(2, max_tiles(max_rows, E, m), dtype=torch.int32)
@@ -225,7 +228,7 @@ def _kernels(ids: Tensor, counts: Tensor, partials: Tensor | None, max_rows: int
 
 
 _route_map = operator(
-    "route_map(Tensor ids, Tensor counts, Tensor? partials, SymInt max_rows, SymInt sequences, SymInt alignment)"
+    "route_map(Tensor ids, Tensor counts, SymInt max_rows, SymInt sequences, SymInt alignment)"
     " -> (Tensor, Tensor, Tensor, Tensor)",
     _reference,
     _kernels,
@@ -234,10 +237,9 @@ _route_map = operator(
 
 def route_map(
     expert_ids_TK: Tensor,
-    counts_E: Tensor,
+    counts: Tensor,
     max_rows: int,
     *,
-    partials_NE: Tensor | None = None,
     num_sequences: int = 1,
     alignment: int = 1,
 ) -> RouteMap:
@@ -245,17 +247,15 @@ def route_map(
 
     Args:
         expert_ids_TK: integers in [-1, E); -1 is no expert. An id may come twice in a row.
-        counts_E: slots per expert.
-        max_rows: static bound on the rows in use, ``counts_E.sum()`` when not aligned.
-        partials_NE: int32 counts of each block of tokens, as ``router_topk`` makes them; None counts here.
+        counts: slots per expert ``[E]``; or int32 of each block of tokens ``[N, E]``, as ``router_topk`` makes them,
+            which saves the kernels a pass over the ids.
+        max_rows: static bound on the rows in use, the sum of ``counts`` when not aligned.
         num_sequences: B, dividing T, of which no block holds two.
         alignment: each group starts at a multiple of this; the rows between have slot -1. ``offsets_E`` then ends
             each group at the next one's start, and ``max_rows`` must bound that.
     """
     assert alignment > 0
-    slot_of, row_of, offsets, tiles = _route_map(
-        expert_ids_TK, counts_E, partials_NE, max_rows, max(num_sequences, 1), alignment
-    )
+    slot_of, row_of, offsets, tiles = _route_map(expert_ids_TK, counts, max_rows, max(num_sequences, 1), alignment)
     return RouteMap(slot_of, row_of, offsets, expert_ids_TK.shape[1], tiles if tiles.shape[1] else None)
 
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titan_moe.distributed import in_backward
-from titan_moe.kernels.router_topk import stable_topk
+from titan_moe.kernels.router_topk import RouterSums, stable_topk
 from titan_moe.moe.capacity import valid_capacity
 from titan_moe.moe.config import MoEConfig
 from titan_moe.moe.routing import Routing, count_experts
@@ -77,51 +77,85 @@ class Balance(nn.Module):
 
         return super()._apply(keep, recurse)
 
-    def losses(
+    def sums(
         self, logits_TE: Tensor, scores_TE: Tensor, routing: Routing, valid_T: Tensor | None, num_sequences: int
-    ) -> Tensor | None:
-        """Count the routing and return the weighted sum of the enabled losses.
+    ) -> RouterSums | None:
+        """What ``losses`` needs of the scores, in torch; None in eval or with every coefficient 0.
 
         Args:
             logits_TE: router logits.
             scores_TE: scores of the score function in use.
             routing: the choice, before any capacity.
             valid_T: bool, False marks padding; None: all tokens are real.
-            num_sequences: B, dividing T; with ``share_counts``, equal on all ranks of the sum.
+            num_sequences: B, dividing T.
+        """
+        config = self.config
+        if not (self.training and (config.balancing_coefs or config.z_loss_coef)):
+            return None
+        (T, E), B = scores_TE.shape, num_sequences
+        S = T // max(B, 1)
+        assert B * S == T, (T, B)
+        ids_TK = routing.expert_ids_TK
+        if config.reshapes_selection or config.selection != "top_k":
+            # Loads are those of the scores alone: what bias and groups did to the choice is not the router's doing.
+            ids_TK = stable_topk(scores_TE, config.top_k)
+            ids_TK = ids_TK if valid_T is None else torch.where(valid_T[:, None], ids_TK, -1)
+        squares = None
+        if config.z_loss_coef:
+            lse_T = logits_TE.logsumexp(-1)
+            lse_T = lse_T if valid_T is None else torch.where(valid_T, lse_T, 0.0)
+            squares = lse_T.square().sum()
+        if not config.balancing_coefs:
+            return RouterSums(None, None, squares)
+        probs_TE = scores_TE
+        if config.score_function != "softmax":
+            probs_TE = scores_TE / (scores_TE.sum(-1, keepdim=True) + 1e-20)
+        if valid_T is not None:
+            probs_TE = torch.where(valid_T[:, None], probs_TE, 0.0)
+        offset_B11 = torch.arange(B, device=ids_TK.device)[:, None, None] * E
+        ids_BSK = ids_TK.view(B, S, ids_TK.shape[1])
+        counts_BE = count_experts(torch.where(ids_BSK < 0, -1, ids_BSK + offset_B11), B * E).view(B, E)
+        return RouterSums(probs_TE.view(B, S, E).sum(1), counts_BE, squares)
+
+    def losses(self, routing: Routing, sums: RouterSums | None, valid_T: Tensor | None) -> Tensor | None:
+        """Count the routing and return the weighted sum of the enabled losses.
+
+        Args:
+            routing: the choice, before any capacity.
+            sums: of its scores; with ``share_counts``, over equally many sequences on all ranks of the sum.
+            valid_T: bool, False marks padding; None: all tokens are real.
 
         Returns:
             0-d loss with graph, or None in eval or with every coefficient 0.
         """
-        return self._losses(logits_TE, scores_TE, routing, valid_T, num_sequences) if self.training else None
+        return self._losses(routing, sums, valid_T) if self.training else None
 
     # A compiled graph cannot ask whether it is a recompute, and would save other tensors in one.
     @torch._disable_dynamo
-    def _losses(
-        self, logits_TE: Tensor, scores_TE: Tensor, routing: Routing, valid_T: Tensor | None, num_sequences: int
-    ) -> Tensor | None:
+    def _losses(self, routing: Routing, sums: RouterSums | None, valid_T: Tensor | None) -> Tensor | None:
         config = self.config
         recompute = in_backward()
         if not recompute:
             self._count(routing, valid_T)
-        token_weight = self.token_weight
+        if sums is None:
+            return None
+        like, token_weight = routing.weights_TK, self.token_weight
         if token_weight is None:
-            T = logits_TE.shape[0]
+            T = routing.expert_ids_TK.shape[0]
             tokens = T if valid_T is None else valid_T.sum()
             if self.share_counts is not None:
-                tokens = self.share_counts(torch.as_tensor(tokens, device=logits_TE.device))
+                tokens = self.share_counts(torch.as_tensor(tokens, device=like.device))
             if isinstance(tokens, Tensor):
-                tokens = tokens.to(logits_TE.dtype)
+                tokens = tokens.to(like.dtype)
             token_weight = 1 / (tokens.clamp_min(1) if isinstance(tokens, Tensor) else max(tokens, 1))
         else:
-            token_weight = token_weight.to(device=logits_TE.device, dtype=logits_TE.dtype)
+            token_weight = token_weight.to(device=like.device, dtype=like.dtype)
 
         aux = z = None
-        if config.aux_loss_coef or config.seq_aux_loss_coef or config.global_aux_loss_coef:
-            aux = token_weight * self._balance_loss(scores_TE, routing, valid_T, num_sequences, recompute)
+        if config.balancing_coefs:
+            aux = token_weight * self._balance_loss(sums, recompute)
         if config.z_loss_coef:
-            lse_T = logits_TE.logsumexp(-1)
-            lse_T = lse_T if valid_T is None else torch.where(valid_T, lse_T, 0.0)
-            z = token_weight * config.z_loss_coef * lse_T.square().sum()
+            z = token_weight * config.z_loss_coef * sums.squares
         if not recompute:
             for total, loss in ((self.aux_loss, aux), (self.z_loss, z)):
                 if loss is not None:
@@ -145,29 +179,10 @@ class Balance(nn.Module):
             limit = valid_capacity(T, valid_T, config.top_k, E, config.capacity_factor)
             self.dropped += (routing.counts_E - limit).clamp_min(0).sum()
 
-    def _balance_loss(
-        self, scores_TE: Tensor, routing: Routing, valid_T: Tensor | None, num_sequences: int, recompute: bool
-    ) -> Tensor:
+    def _balance_loss(self, sums: RouterSums, recompute: bool) -> Tensor:
         """Sum over the enabled kinds of coef x E x sum_e f_e P_e."""
-        config = self.config
-        (T, E), B = scores_TE.shape, num_sequences
-        S = T // max(B, 1)
-        assert B * S == T, (T, B)
-        ids_TK = routing.expert_ids_TK
-        if config.reshapes_selection or config.selection != "top_k":
-            # Loads are those of the scores alone: what bias and groups did to the choice is not the router's doing.
-            ids_TK = stable_topk(scores_TE, config.top_k)
-            ids_TK = ids_TK if valid_T is None else torch.where(valid_T[:, None], ids_TK, -1)
-        probs_TE = scores_TE
-        if config.score_function != "softmax":
-            probs_TE = scores_TE / (scores_TE.sum(-1, keepdim=True) + 1e-20)
-        if valid_T is not None:
-            probs_TE = torch.where(valid_T[:, None], probs_TE, 0.0)
-        probs_BE = probs_TE.view(B, S, E).sum(1)
-        offset_B11 = torch.arange(B, device=ids_TK.device)[:, None, None] * E
-        ids_BSK = ids_TK.view(B, S, ids_TK.shape[1])
-        counts_BE = count_experts(torch.where(ids_BSK < 0, -1, ids_BSK + offset_B11), B * E).view(B, E)
-
+        config, E = self.config, self.config.num_experts
+        probs_BE, counts_BE = sums.probs_BE, sums.counts_BE
         probs_E, counts_E = probs_BE.sum(0), counts_BE.sum(0)
         if self.share_counts is not None and (config.aux_loss_coef or config.seq_aux_loss_coef):
             counts_BE = self.share_counts(counts_BE)

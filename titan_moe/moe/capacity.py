@@ -67,7 +67,7 @@ def apply_capacity(routing: Routing, config: MoEConfig, valid_T: Tensor | None =
     if config.capacity_factor is None:
         return routing
     T, K = routing.expert_ids_TK.shape
-    E = routing.counts_E.shape[0]
+    E = routing.counts.shape[-1]
     rows = capacity(T, config.top_k, E, config.capacity_factor)
     limit = valid_capacity(T, valid_T, config.top_k, E, config.capacity_factor)
     map_TE = _routing_map(routing)
@@ -80,7 +80,7 @@ def apply_capacity(routing: Routing, config: MoEConfig, valid_T: Tensor | None =
         best_EC = stable_topk(torch.where(map_TE, keys_TE, -math.inf).T, rows)
         within_EC = (torch.arange(rows, device=best_EC.device) < limit).expand(E, rows)
         keep_TE = map_TE & torch.zeros_like(map_TE.T).scatter_(1, best_EC, within_EC).T
-    slot_TK = routing.expert_ids_TK.clamp_min(0)
+    slot_TK = routing.expert_ids_TK.clamp_min(0).long()
     keep_TK = keep_TE.gather(1, slot_TK) & (routing.expert_ids_TK >= 0)
     ids_TK = torch.where(keep_TK, routing.expert_ids_TK, -1)
     weights_TK = torch.where(keep_TK, routing.weights_TK, 0.0)
@@ -103,22 +103,23 @@ def pad_counts(routing: Routing, multiple: int, valid_T: Tensor | None = None) -
     """
     if multiple == 1:
         return routing
-    T, E = routing.expert_ids_TK.shape[0], routing.counts_E.shape[0]
+    T, E = routing.expert_ids_TK.shape[0], routing.counts.shape[-1]
     target_E = ((routing.counts_E + multiple - 1) // multiple * multiple).clamp_max(T)
     return _fill(routing, target_E, min(T * E, routing.max_rows + E * (multiple - 1)), valid_T)
 
 
 def _routing_map(routing: Routing) -> Tensor:
     """Bool ``[T, E]``."""
-    T, E = routing.expert_ids_TK.shape[0], routing.counts_E.shape[0]
-    used = torch.zeros(T, E + 1, dtype=torch.bool, device=routing.counts_E.device)
-    return used.scatter_(1, routing.expert_ids_TK % (E + 1), True)[:, :E]
+    T, E = routing.expert_ids_TK.shape[0], routing.counts.shape[-1]
+    used = torch.zeros(T, E + 1, dtype=torch.bool, device=routing.counts.device)
+    return used.scatter_(1, routing.expert_ids_TK.long() % (E + 1), True)[:, :E]
 
 
 def _dense_weights(routing: Routing) -> Tensor:
     """Weights as ``[T, E]``, 0 where not routed."""
-    T, E = routing.expert_ids_TK.shape[0], routing.counts_E.shape[0]
-    return routing.weights_TK.new_zeros(T, E + 1).scatter(1, routing.expert_ids_TK % (E + 1), routing.weights_TK)[:, :E]
+    T, E = routing.expert_ids_TK.shape[0], routing.counts.shape[-1]
+    slots_TK = routing.expert_ids_TK.long() % (E + 1)
+    return routing.weights_TK.new_zeros(T, E + 1).scatter(1, slots_TK, routing.weights_TK)[:, :E]
 
 
 def _fill(routing: Routing, target_E: Tensor, max_rows: int, valid_T: Tensor | None) -> Routing:

@@ -105,6 +105,12 @@ class MoEConfig:
         return self.activation != "relu2"
 
     @property
+    def balancing_coefs(self) -> list[str]:
+        """Names of the balancing losses that are on."""
+        names = ("aux_loss_coef", "seq_aux_loss_coef", "global_aux_loss_coef")
+        return [name for name in names if getattr(self, name)]
+
+    @property
     def reshapes_selection(self) -> bool:
         """Whether bias or group limits make the choice differ from the plain top-k of the scores."""
         return self.expert_bias or self.num_groups > 1
@@ -181,8 +187,7 @@ class MoEConfig:
                 "and no router gradient. Set normalize_weights = False."
             )
         if self.selection in ("sinkhorn", "expert_choice"):
-            balanced = ("aux_loss_coef", "seq_aux_loss_coef", "global_aux_loss_coef")
-            clash = [name for name in (*balanced, "expert_bias") if getattr(self, name)]
+            clash = [*self.balancing_coefs, *(["expert_bias"] if self.expert_bias else [])]
             clash += ["num_groups"] if G > 1 else []
             if clash:
                 raise ConfigError(

@@ -61,12 +61,12 @@ class Experts(nn.Module):
         E, _, F_, D = self.w1.shape
         return f"experts={E}, dim={D}, hidden={F_}, activation={self.activation.kind}, backend={self.backend}"
 
-    def forward(self, x: Tensor, counts_E: Tensor, weights: Tensor, route_map: RouteMap | None = None) -> Tensor:
+    def forward(self, x: Tensor, counts_E: Tensor | None, weights: Tensor, route_map: RouteMap | None = None) -> Tensor:
         """Rows sorted by expert ``[R, D]`` -> ``[R, D]``; with ``route_map`` tokens ``[T, D]`` -> sums of their rows.
 
         Args:
             x: the rows, or the tokens to gather them from, so that the rows need not be kept for backward.
-            counts_E: rows of each expert. Rows past their sum come out zero.
+            counts_E: rows of each expert; not read with ``route_map``. Rows past their sum come out zero.
             weights: routing weight of each row ``[R]``, or of each slot of ``route_map``; fp32 or wider.
         """
         if self.w1.shape[0] == 0:
@@ -89,11 +89,12 @@ class Experts(nn.Module):
         parts = [p[:0].sum() for p in self.parameters(recurse=False)] + [t.sum() for t in empty]
         return y + sum(parts).to(y.dtype)
 
-    def _sequential(self, x: Tensor, counts_E: Tensor, weights: Tensor, route_map: RouteMap | None) -> Tensor:
+    def _sequential(self, x: Tensor, counts_E: Tensor | None, weights: Tensor, route_map: RouteMap | None) -> Tensor:
         """The slow oracle: one expert after the other, sizes read on the host, plain autograd."""
         rows_RD, weights_R = x, weights
         if route_map is not None:
             rows_RD, weights_R = permute(x, route_map), weights.reshape(-1).index_select(0, route_map.slot_of_R)
+            counts_E = route_map.offsets_E.diff(prepend=route_map.offsets_E.new_zeros(1))
         sizes = counts_E.tolist()
         used = sum(sizes)
         outputs = [

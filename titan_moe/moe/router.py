@@ -6,12 +6,14 @@ T tokens, D model dim, E experts, K experts per token, G groups. The maths runs 
 import math
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import fields
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from titan_moe.kernels.router_topk import stable_topk
+from titan_moe.kernels.backend import use_triton
+from titan_moe.kernels.router_topk import RouterSpec, expressible, router_topk, stable_topk
 from titan_moe.moe.balance import Balance
 from titan_moe.moe.capacity import capacity, valid_capacity
 from titan_moe.moe.config import MoEConfig
@@ -76,6 +78,7 @@ class Router(nn.Module):
         self.bias = nn.Parameter(torch.empty(config.num_experts, dtype=dtype)) if config.router_bias else None
         bias = torch.empty(config.num_experts, dtype=torch.float32) if config.expert_bias else None
         self.register_buffer("expert_bias", bias)
+        self.spec = RouterSpec(**{field.name: getattr(config, field.name) for field in fields(RouterSpec)})
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -135,6 +138,13 @@ class Router(nn.Module):
     ) -> tuple[Routing, Tensor | None]:
         config = self.config
         logits_TE = self.logits(x_TD)
+        if self._fused(logits_TE):
+            losses = self.training and bool(config.balancing_coefs or config.z_loss_coef)
+            ids_TK, weights_TK, counts_NE, sums = router_topk(
+                logits_TE, self.expert_bias, valid_T, self.spec, num_sequences, losses
+            )
+            routing = Routing(ids_TK, weights_TK, counts_NE, ids_TK.numel(), num_sequences)
+            return routing, balance.losses(routing, sums, valid_T)
         scores_TE = score(logits_TE, config.score_function)
         with torch.no_grad():
             finite_T1 = logits_TE.amax(-1, keepdim=True).isfinite()
@@ -151,7 +161,14 @@ class Router(nn.Module):
         T, E, K = *logits_TE.shape, config.top_k
         max_rows = T * K if config.selection != "expert_choice" else E * capacity(T, K, E)
         routing = Routing(ids_TK, weights_TK, count_experts(ids_TK, E), max_rows)
-        return routing, balance.losses(logits_TE, scores_TE, routing, valid_T, num_sequences)
+        sums = balance.sums(logits_TE, scores_TE, routing, valid_T, num_sequences)
+        return routing, balance.losses(routing, sums, valid_T)
+
+    def _fused(self, logits_TE: Tensor) -> bool:
+        """Whether one kernel does all that follows the linear."""
+        if self.config.selection != "top_k" or logits_TE.numel() == 0:
+            return False
+        return use_triton(logits_TE) and expressible(logits_TE.shape[1], self.spec)
 
     def _choose_experts(
         self, logits_TE: Tensor, scores_TE: Tensor, finite_T1: Tensor, valid_T: Tensor | None

@@ -39,8 +39,8 @@ class Dispatched:
     """``[T, D]`` tokens, or rows that have arrived."""
     weights: Tensor
     """Routing weight of each slot of ``route_map``, or without one of each row; fp32 or wider, with gradient."""
-    counts_E: Tensor
-    """Int64: rows of each expert of this rank."""
+    counts_E: Tensor | None
+    """Int64: rows of each expert of this rank; may be None with a ``route_map``, whose offsets say it."""
     route_map: RouteMap | None
     state: Any = None
     """The dispatcher's own."""

@@ -65,7 +65,7 @@ class _FlexDispatcher(GroupDispatcher):
 
     def _renumber(self, x: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
         """Numbers and weights ``[T, K * etp]`` of each token's experts, one for each rank that has a part of one."""
-        ids_TK1, weights_TK = routing.expert_ids_TK[..., None], routing.weights_TK
+        ids_TK1, weights_TK = routing.expert_ids_TK.long()[..., None], routing.weights_TK
         if x.dtype == torch.bfloat16:
             weights_TK = weights_TK.float()
         etp_T = torch.arange(self.etp_size, device=ids_TK1.device)
@@ -261,9 +261,7 @@ class HybridEPDispatcher(_FlexDispatcher):
 
     def token_dispatch(self, dispatched: Dispatched) -> Dispatched:
         x, (map_TN, rows, T) = dispatched.x, dispatched.state
-        x, weights, handle = _HybridEPDispatch.apply(
-            x, map_TN, dispatched.weights, self._buffer(x), self.block, rows
-        )
+        x, weights, handle = _HybridEPDispatch.apply(x, map_TN, dispatched.weights, self._buffer(x), self.block, rows)
         return Dispatched(x, weights, dispatched.counts_E, None, (handle, T))
 
     def dispatch_postprocess(self, dispatched: Dispatched) -> Dispatched:

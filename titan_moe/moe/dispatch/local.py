@@ -13,8 +13,9 @@ class LocalDispatcher(Dispatcher):
     host_syncs = 0
 
     def dispatch_preprocess(self, x_TD: Tensor, routing: Routing) -> Dispatched:
-        map_ = route_map(routing.expert_ids_TK, routing.counts_E, routing.max_rows)
-        return Dispatched(x_TD, routing.weights_TK, routing.counts_E, map_)
+        sequences = routing.num_sequences
+        map_ = route_map(routing.expert_ids_TK, routing.counts, routing.max_rows, num_sequences=sequences)
+        return Dispatched(x_TD, routing.weights_TK, None, map_)
 
     def token_dispatch(self, dispatched: Dispatched) -> Dispatched:
         return dispatched
