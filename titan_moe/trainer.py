@@ -32,6 +32,7 @@ from titan_moe.data import build_loader, build_tokenizer
 from titan_moe.errors import CheckpointError, ConfigError, TrainingError
 from titan_moe.hf import attach_origin, export_dtype, load_hf_weights, save_hf
 from titan_moe.hf.config import config_to_hf
+from titan_moe.kernels.backend import set_backend
 from titan_moe.models.loss import IGNORE
 from titan_moe.observe import MetricsLogger, Profiler, flops_per_token
 from titan_moe.optim import LossScaler, LRSchedule, build_optimizer, clip_grad_norm, set_lr
@@ -77,6 +78,7 @@ class Trainer:
         self.cp_rank, self.cp_size = place["cp"], degrees.cp
         self.lock = _lock(Path(config.job.dump_folder)) if dist.rank() == 0 else None
         self.device = torch.device("cuda", dist.local_rank()) if torch.cuda.is_available() else torch.device("cpu")
+        set_backend(config.kernels.backend, self.device.type)
         if config.debug.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             torch.use_deterministic_algorithms(True)

@@ -87,7 +87,7 @@ def test_fault_34_44_0_7_padded_to_the_alignment_and_back_is_the_identity(name, 
     ids = torch.tensor([0] * 44 + [2] * 7)[order].view(-1, 1)
     padded = [-(-n // alignment) * alignment for n in (44, 0, 7)]
     with backend(name):
-        counts, (slot_of, row_of, offsets, tiles) = make(ids, 3, max_rows=sum(padded) + 5, alignment=alignment)
+        _, (slot_of, row_of, offsets, tiles) = make(ids, 3, max_rows=sum(padded) + 5, alignment=alignment)
     assert offsets.tolist() == [padded[0], padded[0], sum(padded)]
     assert (row_of % alignment == (row_of - torch.tensor([0, 0, padded[0]])[ids]) % alignment).all()
     assert torch.equal(slot_of[row_of.flatten().long()].long(), torch.arange(51))
@@ -146,7 +146,7 @@ def test_combine_reduces_the_gradients_of_the_weights():
 def test_fault_38_no_tokens(name):
     with backend(name):
         ids = torch.empty(0, 2, dtype=torch.int64)
-        counts, (slot_of, row_of, offsets, _) = make(ids, 4)
+        _, (slot_of, row_of, offsets, _) = make(ids, 4)
         assert slot_of.shape == (0,) and row_of.shape == (0, 2) and offsets.tolist() == [0] * 4
         y = torch.empty(0, 3, requires_grad=True)
         out = combine(y, RouteMap(slot_of, row_of, offsets, 2))

@@ -195,6 +195,12 @@ class Moe:
 
 
 @dataclass
+class Kernels:
+    backend: Literal["auto", "torch", "triton"] = "auto"
+    """Kernels of the MoE layer. 'auto': Triton on CUDA, torch elsewhere."""
+
+
+@dataclass
 class Checkpoint:
     enable: bool = False
     """Save checkpoints, and resume from the newest complete one."""
@@ -335,6 +341,7 @@ class JobConfig:
     training: Training = field(default_factory=Training)
     parallelism: Parallelism = field(default_factory=Parallelism)
     moe: Moe = field(default_factory=Moe)
+    kernels: Kernels = field(default_factory=Kernels)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     activation_checkpoint: ActivationCheckpoint = field(default_factory=ActivationCheckpoint)
     activation_offload: ActivationOffload = field(default_factory=ActivationOffload)

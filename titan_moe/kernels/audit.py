@@ -33,6 +33,7 @@ from titan_moe.kernels.grouped_mlp import grouped_mlp
 from titan_moe.kernels.language import INTERPRETED
 from titan_moe.kernels.launch import assumed, observed
 from titan_moe.kernels.route_map import route_map, tiles_of
+from titan_moe.kernels.router_topk import RouterSpec, router_topk
 
 SHARED_LIMIT = {"sm_80": 166_912, "sm_90": 232_448, "sm_100": 232_448}
 """Bytes of shared memory that one program may use."""
@@ -48,15 +49,17 @@ class Shape:
     hidden: int
     experts: int
     top_k: int
+    score: str = "softmax"
+    groups: int = 1
     activation: str = "swiglu"
     bias: bool = False
 
 
 SHAPES = {
-    "DeepSeek-V3": Shape(7168, 2048, 256, 8),
+    "DeepSeek-V3": Shape(7168, 2048, 256, 8, "sigmoid", 8),
     "Qwen3-235B": Shape(4096, 1536, 128, 8),
     "Mixtral-8x7B": Shape(4096, 14336, 8, 2),
-    "GPT-OSS-120B": Shape(2880, 2880, 128, 4, "clamped_swiglu", True),
+    "GPT-OSS-120B": Shape(2880, 2880, 128, 4, activation="clamped_swiglu", bias=True),
 }
 
 
@@ -106,37 +109,44 @@ class Report:
 _INDEX_ONLY = ("_count_kernel", "_route_map_kernel", "_tiles_kernel")
 
 
-def _bounds(shape: Shape, T: int, b: int) -> dict[str, Callable[[Tensor], int]]:
-    """Least bytes of the kernels that memory decides, from their first argument; b bytes per element."""
-    D, K = shape.dim, shape.top_k
+def _bounds(shape: Shape, T: int, b: int) -> dict[str, Callable[[tuple], int]]:
+    """Least bytes of the kernels that memory decides, from their arguments; b bytes per element.
+
+    Counts of blocks are added where they are an operand: a sort without atomics cannot do without.
+    """
+    D, K, E = shape.dim, shape.top_k, shape.experts
     return {
-        "_route_map_kernel": lambda ids: (8 + ids.element_size()) * T * K,
-        "_combine_kernel": lambda y: 2 * T * K * D * b // 2 + T * D * b,
+        "_route_map_kernel": lambda args: 12 * T * K + 4 * args[1].numel(),
+        "_combine_kernel": lambda _: T * K * D * b + T * D * b,
+        "router_kernel": lambda args: T * (4 * E + 8 * K) + 4 * args[5].numel(),
+        "router_backward_kernel": lambda _: T * (8 * E + 8 * K),
     }
 
 
 def launches(model: str, dtype: torch.dtype = torch.bfloat16, weight_on: str = "activation") -> Iterator[Launch]:
     """All launches of a forward and backward pass of a model's layer on ``TOKENS`` tokens."""
     shape, T = SHAPES[model], TOKENS
-    D, F, E, K, n = shape.dim, shape.hidden, shape.experts, shape.top_k, 1 if shape.activation == "relu2" else 2
+    D, F, E, K, n = shape.dim, shape.hidden, shape.experts, shape.top_k, 2
     seen: list[tuple] = []
     before = set_backend("triton")
     with FakeTensorMode(), observed(lambda *launched: seen.append(launched)):
         x = torch.empty(T, D, dtype=dtype, requires_grad=True)
         w1, w2 = (torch.empty(*s, dtype=dtype, requires_grad=True) for s in ((E, n, F, D), (E, D, F)))
         b1, b2 = (torch.empty(*s, dtype=dtype, requires_grad=True) if shape.bias else None for s in ((E, n, F), (E, D)))
-        weights = torch.empty(T, K, requires_grad=True)
-        ids, counts = torch.empty(T, K, dtype=torch.int32), torch.empty(E, dtype=torch.int64)
+        logits = torch.empty(T, E, requires_grad=True)
+        spec = RouterSpec(K, shape.score, True, 1.0, shape.groups, max(shape.groups // 2, 1), 2, "-inf")
+        bias = torch.empty(E) if shape.groups > 1 else None
+        ids, weights, counts, sums = router_topk(logits, bias, None, spec, losses=True)
         map_ = route_map(ids, counts, T * K)
-        tiles_of(map_.offsets_E, T * K)
+        tiles_of(route_map(ids, counts.sum(0), T * K).offsets_E, T * K)
         act = Activation(shape.activation)
         y = grouped_mlp(x, w1, w2, b1, b2, weights, map_.offsets_E, act, weight_on, map_)
-        y.backward(torch.empty(T, D, dtype=dtype))
+        ((y * torch.empty(T, D, dtype=dtype)).sum() + sums.probs_BE.sum() + sums.squares).backward()
     set_backend(before)
     bounds = _bounds(shape, T, dtype.itemsize)
     for kernel, _, args, meta in seen:
         bound = bounds.get(kernel.__name__)
-        yield Launch(model, kernel, args, meta, bound and bound(args[0]))
+        yield Launch(model, kernel, args, meta, bound and bound(args))
 
 
 def _specialized(kernel: Any, args: tuple, meta: dict[str, Any]) -> tuple[dict, dict, dict, dict]:
@@ -225,7 +235,8 @@ def _line(report: Report) -> str:
     name = launch.kernel.__name__.strip("_").removesuffix("_kernel")
     return (
         f"{report.arch:6} {name:14} {launch.model:13} reg {report.registers:3} stack {report.stack} "
-        f"spills {report.spills} shared {report.shared:6} {widths:28} {launch.moved / 2**20:8.1f} MiB {bound:13} {state}"
+        f"spills {report.spills} shared {report.shared:6} {widths:28} {launch.moved / 2**20:8.1f} MiB {bound:13} "
+        f"{state}"
     )
 
 

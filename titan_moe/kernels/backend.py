@@ -22,17 +22,23 @@ Backend = Literal["auto", "torch", "triton"]
 _chosen: Backend = "auto"
 
 
-def set_backend(name: Backend) -> Backend:
+def set_backend(name: Backend, device_type: str | None = None) -> Backend:
     """Choose for this process, from the next call on; returns the choice before.
 
+    Args:
+        name: the choice.
+        device_type: where training runs, if that is known already.
+
     Raises:
-        ConfigError: an unknown name, or ``triton`` where there is none.
+        ConfigError: an unknown name, or ``triton`` where it cannot run.
     """
     global _chosen
     if name not in get_args(Backend):
         raise ConfigError(f"kernels.backend = {name!r} is not known.{nearest(name, get_args(Backend))}")
     if name == "triton" and not HAS_TRITON:
         raise ConfigError("kernels.backend = 'triton': the triton package is missing. Set kernels.backend = 'torch'.")
+    if name == "triton" and device_type not in (None, "cuda"):
+        _check_interpreter(device_type)
     before, _chosen = _chosen, name
     return before
 
@@ -49,9 +55,14 @@ def use_triton(tensor: Tensor) -> bool:
         return HAS_TRITON
     if _chosen == "auto":
         return False
-    if not INTERPRETED and not isinstance(tensor, FakeTensor):  # on fake tensors nothing runs
+    if not isinstance(tensor, FakeTensor):  # on fake tensors nothing runs
+        _check_interpreter(tensor.device.type)
+    return True
+
+
+def _check_interpreter(device_type: str) -> None:
+    if not INTERPRETED:
         raise ConfigError(
-            f"kernels.backend = 'triton' on a {tensor.device.type} device: only Triton's interpreter runs there. "
+            f"kernels.backend = 'triton' on a {device_type} device: only Triton's interpreter runs there. "
             "Set kernels.backend = 'auto', or TRITON_INTERPRET=1 in the environment to check the kernels."
         )
-    return True

@@ -1,7 +1,7 @@
 """Second linear of the experts: y = a W2^T + w b2, with ``a`` weighted already.
 
-a ``[R, F]``, W2 ``[E, D, F]``, b2 ``[E, D]`` -> y ``[R, D]``. Reads RF and writes RD elements, besides W2 once per tile of
-rows; saves nothing: ``a`` is recomputed from z. With the routing weight on the input, b2 is added as it is.
+a ``[R, F]``, W2 ``[E, D, F]``, b2 ``[E, D]`` -> y ``[R, D]``. Reads RF and writes RD elements, besides W2 once per tile
+of rows; saves nothing: ``a`` is recomputed from z. With the routing weight on the input, b2 is added as it is.
 """
 
 from torch import Tensor

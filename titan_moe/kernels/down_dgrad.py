@@ -1,10 +1,11 @@
 """Gradient through the second linear and the activation, from the gradient of the tokens' output.
 
-    da = do[token_of] W2       dz = weight * da act'(z)       sa = weight * act(z)       dweight = <da, act(z)> + <do, b2>
+    da = do[token_of] W2     dz = weight * da act'(z)     sa = weight * act(z)     dweight = <da, act(z)> + <do, b2>
 
-do ``[T, D]``, W2 ``[E, D, F]``, z ``[R, nF]`` -> dz ``[R, nF]``, sa ``[R, F]`` (the operand of W2's gradient, recomputed) and
-the gradient of the weights in fp32, ``[R, N]`` partial sums over N blocks of columns, reduced by ``combine``. The kernel
-reads do through the route map, TD to RD elements, and z once; it writes R(n + 1)F elements. Saves nothing.
+do ``[T, D]``, W2 ``[E, D, F]``, z ``[R, nF]`` -> dz ``[R, nF]``, sa ``[R, F]`` (the operand of W2's gradient,
+recomputed) and the gradient of the weights in fp32, ``[R, N]`` partial sums over N blocks of columns, reduced by
+``combine``. The kernel reads do through the route map, TD to RD elements, and z once; it writes R(n + 1)F elements.
+Saves nothing.
 
 With the routing weight on the input, z holds u = x W1^T: dz is not weighted, sa = act(z), dweight = <dz, u>.
 """
@@ -163,7 +164,7 @@ def _reference(
 
 
 def _kernels(do, w2, z, b1, b2, weights, slot_of, offsets, tiles, slots_per_token, kind, limit, alpha, on_input):
-    R, (E, D, F) = z.shape[0], w2.shape
+    R, (_, D, F) = z.shape[0], w2.shape
     tiles = tiles_of(offsets, R) if tiles is None else tiles
     b = block("down_dgrad", do)
     blocks_n = -(-F // b.n)

@@ -146,7 +146,7 @@ def preactivation(u: Tensor, weights_R1: Tensor, bias_R: Tensor | None) -> Tenso
 
 
 def _kernels(x, w1, b1, weights, slot_of, offsets, tiles, slots_per_token, kind, limit, alpha, on_input):
-    D, (E, n, F) = x.shape[1], w1.shape[:3]
+    D, (_, n, F) = x.shape[1], w1.shape[:3]
     R = x.shape[0] if slot_of is None else slot_of.shape[0]
     tiles = tiles_of(offsets, R) if tiles is None else tiles
     z, a = x.new_empty(R, n * F), x.new_empty(R, F)

@@ -1,8 +1,8 @@
-"""The router's kernels: choice, weights and partial sums of the losses in one pass, and all their gradients in another.
+"""The router's kernels: choice, weights and sums of the losses in one pass, all their gradients in another.
 
-Columns are experts in groups that are padded to powers of two: column c is expert ``c // EG2 * EG + c % EG2``, so that a
-group is a slice of a reshape. Column order is expert order, so ties by column are ties by expert. Programs walk over
-the tokens of a block, of one sequence, in steps of BT.
+Columns are experts in groups that are padded to powers of two: column c is expert ``c // EG2 * EG + c % EG2``, so
+that a group is a slice of a reshape. Column order is expert order, so ties by column are ties by expert. Programs
+walk over the tokens of a block, of one sequence, in steps of BT.
 """
 
 from titan_moe.kernels.language import rounded, tl, triton
@@ -101,6 +101,7 @@ def router_kernel(
     BLOCK: tl.constexpr,
     BT: tl.constexpr,
     K2: tl.constexpr,
+    PADDED: tl.constexpr,
     EG2: tl.constexpr,
     E2: tl.constexpr,
 ):
@@ -110,9 +111,13 @@ def router_kernel(
     first = (pid // blocks_per_sequence) * S + (pid % blocks_per_sequence) * BLOCK
     last = tl.minimum(first + BLOCK, (pid // blocks_per_sequence + 1) * S)
     c = tl.arange(0, E2)
-    EG = E // GROUPS
-    real = (c % EG2 < EG) & (c // EG2 < GROUPS)
-    e = tl.where(real, c // EG2 * EG + c % EG2, 0)
+    if PADDED:
+        EG = E // GROUPS
+        real = (c % EG2 < EG) & (c // EG2 < GROUPS)
+        e = tl.where(real, c // EG2 * EG + c % EG2, 0)
+    else:  # seen to be contiguous
+        real = c < E
+        e = c
     k2 = tl.arange(0, K2)
     taken = tl.zeros([E2], tl.int32)
     taken_plain = tl.zeros([E2], tl.int32)

@@ -1,12 +1,12 @@
 """The router after its linear: choice of experts, routing weights, and the sums that the balancing losses need.
 
-Logits ``[T, E]``, selection bias ``[E]`` -> ids int32 ``[T, K]``, weights ``[T, K]``, counts of each block of tokens int32
-``[N, E]``, and with losses the sums over each sequence of the normalised scores ``[B, E]``, of the squared logsumexp, and
-the counts of the plain top-k. One pass of T(bE + 8K) bytes with b bytes per logit, and up to 12NE for the blocks; the
-backward pass takes the gradients of weights and sums together, T(2bE + 8K). Saved: logits and ids.
+Logits ``[T, E]``, selection bias ``[E]`` -> ids int32 ``[T, K]``, weights ``[T, K]``, counts of each block of tokens
+int32 ``[N, E]``, and with losses the sums over each sequence of the normalised scores ``[B, E]``, of the squared
+logsumexp, and the counts of the plain top-k. One pass of T(bE + 8K) bytes with b bytes per logit, and up to 12NE for
+the blocks; the backward pass takes the gradients of weights and sums together, T(2bE + 8K). Saved: logits and ids.
 
-The torch version is the plain code of ``moe/router.py``, which also has what no kernel expresses: expert choice, Sinkhorn
-and round-robin selection, and more than 1,024 experts. ``expressible`` is the rule.
+The torch version is the plain code of ``moe/router.py``, which also has what no kernel expresses: expert choice,
+Sinkhorn and round-robin selection, and more than 1,024 experts. ``expressible`` is the rule.
 """
 
 from dataclasses import dataclass
@@ -149,6 +149,7 @@ def _forward(
         ZERO_MASK=mask == "zero",
         LOSSES=losses,
         LOWEST=torch.finfo(logits.dtype).min,
+        PADDED=groups > 1 and EG2 * groups != E,
         EG2=EG2,
         **_shared_meta(logits, K, score, normalize, scale, block, E2),
     )

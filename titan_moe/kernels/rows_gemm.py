@@ -97,7 +97,7 @@ def rows_gemm(
         weigh_bias: the bias times the routing weight.
         scale: the product times the routing weight.
     """
-    (R, K), (E, _, N) = a_RK.shape, b_EKN.shape
+    (R, K), N = a_RK.shape, b_EKN.shape[2]
     out = (a_RK.new_zeros if slot_of_R is None else a_RK.new_empty)(R, N)
     tiles = tiles_of(offsets_E, R) if tiles is None else tiles
     shape = block("rows", a_RK)

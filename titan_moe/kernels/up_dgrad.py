@@ -1,7 +1,7 @@
 """Gradient of the first linear's input, per row: dx = dz W1, times the routing weight where it is on the input.
 
-dz ``[R, nF]``, W1 ``[E, n, F, D]`` -> ``[R, D]``. Reads RnF and writes RD elements, besides W1 once per tile of rows; saves
-nothing. ``combine`` sums the rows of each token.
+dz ``[R, nF]``, W1 ``[E, n, F, D]`` -> ``[R, D]``. Reads RnF and writes RD elements, besides W1 once per tile of rows;
+saves nothing. ``combine`` sums the rows of each token.
 """
 
 from torch import Tensor

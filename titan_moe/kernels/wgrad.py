@@ -2,7 +2,7 @@
 
     dW[e] = sum over rows r of e: left[r] (scale_r right[r])^T        db[e] = sum over rows r of e: (weight_r) left[r]
 
-left ``[R or T, M]``, right ``[R or T, N]`` -> dW ``[E, M, N]``, db ``[E, M]``. Either factor may be read through the route
+left ``[R or T, M]``, right ``[R or T, N]`` -> dW ``[E, M, N]``, db ``[E, M]``. Either factor may be read through the
 map, so that neither x nor the output's gradient is expanded to rows. dW2 takes do (gathered) and sa; dW1 takes dz and
 x (gathered). Reads R(M + N) elements once per block of the other side, mostly from the cache, and writes EMN. An
 expert without rows gets exact zeros; with ``into``, the product is added to fp32 main gradients in place.
@@ -146,7 +146,8 @@ def _kernels(
 
 wgrad = operator(
     "wgrad(Tensor left, Tensor right, Tensor weights, Tensor? slot_of, Tensor offsets, int slots_per_token, "
-    "bool gather_left, bool gather_right, bool scale, bool bias, bool weigh_bias, Tensor(a!)? into) -> (Tensor, Tensor)",
+    "bool gather_left, bool gather_right, bool scale, bool bias, bool weigh_bias, Tensor(a!)? into) "
+    "-> (Tensor, Tensor)",
     _reference,
     _kernels,
 )
