@@ -240,6 +240,7 @@ def test_operator_in_float64_equals_the_loop(variant, name):
         assert (got[part][1] == 0).all()  # the expert without tokens
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
 def test_operator_in_float32(variant):
     case = case_of(variant)

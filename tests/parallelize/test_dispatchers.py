@@ -153,7 +153,13 @@ def identical_inputs(dispatcher):
     local = spread(layer, dispatcher)
     x, dy = data(1, 6, layer.config.dim, torch.bfloat16)
     seen = []
-    local.experts.register_forward_pre_hook(lambda _, args: seen.append(args[2][: args[1].sum()].detach()))
+
+    def see(_, args):
+        _, counts, weights, map_ = args
+        rows = weights if map_ is None else weights.flatten()[map_.slot_of_R]
+        seen.append(rows[: counts.sum()].detach())
+
+    local.experts.register_forward_pre_hook(see)
     got = run(local, x, dy)
     routing, _ = layer.route(x[0], None, 1)
     first, last = expert_range(8, dist.get_world_size(), dist.get_rank())

@@ -32,6 +32,7 @@ from titan_moe.kernels.backend import set_backend
 from titan_moe.kernels.grouped_mlp import grouped_mlp
 from titan_moe.kernels.language import INTERPRETED
 from titan_moe.kernels.launch import assumed, observed
+from titan_moe.kernels.quant_rowcol import GROUP, quant_rowcol
 from titan_moe.kernels.route_map import route_map, tiles_of
 from titan_moe.kernels.router_topk import RouterSpec, router_topk
 
@@ -53,6 +54,8 @@ class Shape:
     groups: int = 1
     activation: str = "swiglu"
     bias: bool = False
+    weight_on: str = "activation"
+    dtype: torch.dtype = torch.bfloat16
 
 
 SHAPES = {
@@ -60,6 +63,12 @@ SHAPES = {
     "Qwen3-235B": Shape(4096, 1536, 128, 8),
     "Mixtral-8x7B": Shape(4096, 14336, 8, 2),
     "GPT-OSS-120B": Shape(2880, 2880, 128, 4, activation="clamped_swiglu", bias=True),
+    # The variants that these four leave out.
+    "Llama-4-Scout": Shape(5120, 8192, 16, 1, "sigmoid", weight_on="input"),
+    "geglu, biases": Shape(4096, 1536, 128, 8, activation="geglu", bias=True),
+    "relu2": Shape(4096, 1536, 128, 8, "sqrtsoftplus", activation="relu2"),
+    "input, biases": Shape(4096, 1536, 128, 8, bias=True, weight_on="input"),
+    "float32": Shape(4096, 1536, 128, 8, dtype=torch.float32),
 }
 
 
@@ -120,13 +129,15 @@ def _bounds(shape: Shape, T: int, b: int) -> dict[str, Callable[[tuple], int]]:
         "_combine_kernel": lambda _: T * K * D * b + T * D * b,
         "router_kernel": lambda args: T * (4 * E + 8 * K) + 4 * args[5].numel(),
         "router_backward_kernel": lambda _: T * (8 * E + 8 * K),
+        "quant_rowcol_kernel": lambda args: args[0].numel() * (b + 2) + args[2].nbytes + args[4].nbytes,
     }
 
 
-def launches(model: str, dtype: torch.dtype = torch.bfloat16, weight_on: str = "activation") -> Iterator[Launch]:
+def launches(model: str) -> Iterator[Launch]:
     """All launches of a forward and backward pass of a model's layer on ``TOKENS`` tokens."""
     shape, T = SHAPES[model], TOKENS
-    D, F, E, K, n = shape.dim, shape.hidden, shape.experts, shape.top_k, 2
+    D, F, E, K, dtype = shape.dim, shape.hidden, shape.experts, shape.top_k, shape.dtype
+    n = 1 if shape.activation == "relu2" else 2
     seen: list[tuple] = []
     before = set_backend("triton")
     with FakeTensorMode(), observed(lambda *launched: seen.append(launched)):
@@ -140,7 +151,9 @@ def launches(model: str, dtype: torch.dtype = torch.bfloat16, weight_on: str = "
         map_ = route_map(ids, counts, T * K)
         tiles_of(route_map(ids, counts.sum(0), T * K).offsets_E, T * K)
         act = Activation(shape.activation)
-        y = grouped_mlp(x, w1, w2, b1, b2, weights, map_.offsets_E, act, weight_on, map_)
+        y = grouped_mlp(x, w1, w2, b1, b2, weights, map_.offsets_E, act, shape.weight_on, map_)
+        for format in GROUP:
+            quant_rowcol(x.detach(), format)
         ((y * torch.empty(T, D, dtype=dtype)).sum() + sums.probs_BE.sum() + sums.squares).backward()
     set_backend(before)
     bounds = _bounds(shape, T, dtype.itemsize)

@@ -69,25 +69,26 @@ def _down_dgrad_kernel(
     token = slot // slots_per_token if GATHER else slot
     n = block_n * BN + tl.arange(0, BN)
     k = tl.arange(0, BK)
-    do_at = do + token.to(tl.int64)[:, None] * D + k[None, :]
+    do_row = do + token.to(tl.int64)[:, None] * D
+    dweight = tl.zeros([BM], ACC)
+    if HAS_B2:
+        # In a loop of its own, so that the rows need not be in registers for both.
+        if block_n == 0:
+            for k0 in range(0, D, BK):
+                inside = used[:, None] & (k < D - k0)[None, :]
+                bias = tl.load(b2 + e.to(tl.int64) * D + k0 + k, k < D - k0, other=0.0).to(ACC)
+                dweight += tl.sum(tl.load(do_row + (k0 + k)[None, :], inside, other=0.0).to(ACC) * bias[None, :], 1)
     w_at = w2 + e.to(tl.int64) * D * F + k[:, None] * F + n[None, :]
     da = tl.zeros([BM, BN], ACC)
-    dweight = tl.zeros([BM], ACC)
     for k0 in range(0, D, BK):
         if EVEN_K:
-            rows = tl.load(do_at, used[:, None], other=0.0)
+            rows = tl.load(do_row + (k0 + k)[None, :], used[:, None], other=0.0)
             w = tl.load(w_at, (n < F)[None, :], other=0.0)
         else:
-            rows = tl.load(do_at, used[:, None] & (k < D - k0)[None, :], other=0.0)
+            rows = tl.load(do_row + (k0 + k)[None, :], used[:, None] & (k < D - k0)[None, :], other=0.0)
             w = tl.load(w_at, (k < D - k0)[:, None] & (n < F)[None, :], other=0.0)
         da = dot(rows, w, da)
-        if HAS_B2:
-            bias = tl.load(b2 + e.to(tl.int64) * D + k0 + k, k < D - k0, other=0.0).to(ACC)
-            dweight += tl.sum(rows.to(ACC) * bias[None, :], 1)
-        do_at += BK
         w_at += BK * F
-    if HAS_B2:
-        dweight = tl.where(block_n == 0, dweight, tl.zeros([BM], ACC))
 
     width = 2 * F if GATED else F
     inside = used[:, None] & (n < F)[None, :]
@@ -166,7 +167,8 @@ def _reference(
 def _kernels(do, w2, z, b1, b2, weights, slot_of, offsets, tiles, slots_per_token, kind, limit, alpha, on_input):
     R, (_, D, F) = z.shape[0], w2.shape
     tiles = tiles_of(offsets, R) if tiles is None else tiles
-    b = block("down_dgrad", do)
+    heavy = on_input or kind in ("geglu", "clamped_swiglu")
+    b = block("down_dgrad_heavy" if heavy else "down_dgrad", do)
     blocks_n = -(-F // b.n)
     new = do.new_zeros if slot_of is None else do.new_empty
     dz, sa, partials = new(R, z.shape[1]), new(R, F), new(R, blocks_n, dtype=weights.dtype)

@@ -31,12 +31,14 @@ _SM80 = {
     "gather_up": Block(128, 64, 32, 8, 3),
     "rows": Block(128, 128, 32, 8, 3),
     "down_dgrad": Block(128, 64, 32, 8, 3),
+    "down_dgrad_heavy": Block(128, 32, 32, 8, 3),
     "wgrad": Block(128, 128, 32, 8, 3),
 }
 _SM90 = {
     "gather_up": Block(128, 64, 64, 8, 3),
     "rows": Block(128, 256, 64, 8, 3),
     "down_dgrad": Block(128, 64, 64, 8, 3),
+    "down_dgrad_heavy": Block(128, 32, 64, 8, 3),
     "wgrad": Block(128, 256, 64, 8, 3),
 }
 # Small enough that every loop and every edge shows in small tests.
@@ -83,7 +85,7 @@ def block(name: str, tensor: Tensor) -> Block:
 
 def sized(block: Block, element_size: int) -> Block:
     """The entry for elements of 2 bytes, cut so that wider ones take no more shared memory or registers."""
-    return block if element_size <= 2 else Block(block.m, 64, 32, block.warps, 2)
+    return block if element_size <= 2 else Block(block.m, min(block.n, 32), 16, block.warps, 2)
 
 
 def tile_rows(device: torch.device) -> int:

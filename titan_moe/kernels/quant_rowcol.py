@@ -151,7 +151,7 @@ def _kernels(x: Tensor, mx: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         quant_rowcol_kernel,
         programs,
         *(x.contiguous(), codes, scales[0], codes_t, scales[1], R, N),
-        **{"G": G, "MX": mx, "TILE": _TILE, "num_warps": 8},
+        **{"G": G, "MX": mx, "TILE": _TILE, "num_warps": 16 if mx else 8},
     )
     first, second = (s.view(-1) if mx else s for s in scales)
     return codes, first, codes_t, second

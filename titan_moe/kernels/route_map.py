@@ -208,7 +208,7 @@ def _kernels(ids: Tensor, counts: Tensor, max_rows: int, sequences: int, alignme
     per_sequence = -(-S // block)
     blocks, E2 = sequences * per_sequence, triton.next_power_of_2(E)
     # One-hot matrices of slots by experts live in registers.
-    shape = {"BLOCK": block, "SLOTS": max(min(_SLOTS, 4096 // E2), 1), "E2": E2, "num_warps": 4}
+    shape = {"BLOCK": block, "SLOTS": max(min(_SLOTS, 2048 // E2), 1), "E2": E2, "num_warps": 4}
     partials = counts
     if counts.dim() == 1:
         partials = counts.new_empty(blocks, E, dtype=torch.int32)

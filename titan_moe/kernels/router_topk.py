@@ -101,16 +101,17 @@ def _blocks(T: int, sequences: int) -> tuple[int, int, int]:
 
 def _shared_meta(logits: Tensor, K: int, score: str, normalize: bool, scale: float, block: int, E2: int) -> dict:
     return {
+        "E": logits.shape[1],
         "K": K,
         "SCORE": score,
         "NORMALIZE": normalize,
         "SCALE": scale,
         "TINY": torch.finfo(logits.dtype).tiny,
         "BLOCK": block,
-        "BT": min(max(_ELEMENTS // E2, 1), 32, block),
+        "BT": min(max(_ELEMENTS // E2, 1), block),
         "K2": triton.next_power_of_2(K),
         "E2": E2,
-        "num_warps": 4,
+        "num_warps": 8 if E2 >= 128 else 4,
     }
 
 
@@ -140,7 +141,7 @@ def _forward(
     launch(
         router_kernel,
         N,
-        *(logits.contiguous(), bias, valid, ids, weights, counts, probs, plain, squares, S, E, per_sequence),
+        *(logits.contiguous(), bias, valid, ids, weights, counts, probs, plain, squares, S, per_sequence),
         HAS_BIAS=bias is not None,
         HAS_VALID=valid is not None,
         GROUPS=groups,
@@ -173,7 +174,7 @@ def _backward(
     launch(
         router_backward_kernel,
         sequences * per_sequence,
-        *(logits.contiguous(), ids, dweights.contiguous(), dprobs, dsquares, dlogits, S, E, per_sequence),
+        *(logits.contiguous(), ids, dweights.contiguous(), dprobs, dsquares, dlogits, S, per_sequence),
         LOSSES=dprobs is not None,
         **_shared_meta(logits, ids.shape[1], score, normalize, scale, block, triton.next_power_of_2(E)),
     )
@@ -204,19 +205,24 @@ class _RouterTopk(torch.autograd.Function):
             logits, bias, valid, sequences, losses, spec.top_k, *kind, *groups
         )
         ctx.save_for_backward(logits, ids)
-        ctx.kind, ctx.sequences, ctx.losses = kind, sequences, losses
+        ctx.kind, ctx.sequences = kind, sequences
         if losses:
             probs = probs.view(sequences, -1, logits.shape[1]).sum(1)
             plain = (plain if plain.numel() else counts).view(sequences, -1, logits.shape[1]).sum(1)
             squares = squares.sum()
         ctx.mark_non_differentiable(ids, counts, plain)
+        ctx.set_materialize_grads(False)
         return ids, weights, counts, probs, plain, squares
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, _ids, dweights, _counts, dprobs, _plain, dsquares):
         logits, ids = ctx.saved_tensors
-        sums = (dprobs.contiguous(), dsquares.contiguous()) if ctx.losses else (None, None)
+        sums = None, None
+        if dprobs is not None or dsquares is not None:
+            dprobs = logits.new_zeros(ctx.sequences, logits.shape[1]) if dprobs is None else dprobs.contiguous()
+            sums = dprobs, logits.new_zeros(()) if dsquares is None else dsquares
+        dweights = logits.new_zeros(ids.shape) if dweights is None else dweights
         dlogits = _router_topk_backward(logits, ids, dweights, *sums, ctx.sequences, *ctx.kind)
         return dlogits, None, None, None, None, None
 
