@@ -25,7 +25,6 @@ from titan_moe.kernels.library import operator
 
 Format = Literal["mxfp8", "block"]
 GROUP = {"mxfp8": 32, "block": 128}
-_TILE = 128
 
 
 @triton.jit
@@ -146,12 +145,13 @@ def _kernels(x: Tensor, mx: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         shape = _scale_shape(rows, groups, mx)
         new = x.new_empty if shape == (rows, groups) else x.new_zeros
         scales.append(new(shape, dtype=torch.uint8 if mx else torch.float32))
-    programs = -(-R // _TILE) * -(-N // _TILE)
+    tile = 64 if mx else 128
+    programs = -(-R // tile) * -(-N // tile)
     launch(
         quant_rowcol_kernel,
         programs,
         *(x.contiguous(), codes, scales[0], codes_t, scales[1], R, N),
-        **{"G": G, "MX": mx, "TILE": _TILE, "num_warps": 16 if mx else 8},
+        **{"G": G, "MX": mx, "TILE": tile, "num_warps": tile // 16},
     )
     first, second = (s.view(-1) if mx else s for s in scales)
     return codes, first, codes_t, second
