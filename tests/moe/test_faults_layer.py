@@ -121,7 +121,7 @@ def test_fault_18_live_tensors_stay_flat_over_20_steps_with_recompute(wrap):
         if n in (2, 19):
             gc.collect()
             live.append(sum(issubclass(type(o), torch.Tensor) for o in gc.get_objects()))
-    assert live[0] == live[1], live
+    assert live[1] <= live[0], live  # leftovers of other tests may still go
 
 
 def test_fault_19_constant_logits_recompute_to_the_same_routing():

@@ -98,7 +98,7 @@ def _shared_expert(x: _Shape) -> _PerToken:
 
 def _moe(x: _Shape) -> _PerToken:
     shared, shared_flops = _shared_expert(x)
-    rows = x.k * (x.n * x.f * x.b + x.w + 3 * 8)
+    rows = x.k * (x.n * x.f * x.b + x.w + 2 * 8)
     # Logits; ids and scores of the chosen; the sum of their scores where normalised; which rows are finite. A router
     # that computes in fp32 has its own copy of its input.
     router = x.E * x.w + x.k * (8 + x.w) + x.w + 1 + (x.D * x.w if x.b < x.w else 0)
