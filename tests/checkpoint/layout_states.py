@@ -84,7 +84,6 @@ def train_and_save(case: Case, folder: str) -> dict:
 def load_and_compare(case: Case, folder: str, sources: list[str], same: str) -> dict[str, float]:
     """Load each of ``sources`` and train a step on it; the largest relative error of each, 0 for the same layout."""
     run = Run(case, build_meshes(case.parallelism()))
-    one_step(run, 7)
     worst = {}
     for source in sources:
         with torch.no_grad():

@@ -5,11 +5,13 @@ import shutil
 import threading
 import time
 from collections import namedtuple
+from pathlib import Path
 
+import pool
 import pytest
 import torch
 import torch.distributed as dist
-from crashing import stamp, stamped_step
+from crashing import hold_a_writer, stamp, stamped_step
 from torch import nn
 from training import differences, full_state, network, start, train
 
@@ -97,6 +99,21 @@ def test_another_process_writes_what_was_there_when_save_returned(tmp_path):
         checkpointer.wait()
     checkpointer.close()
     assert checkpointer.latest() == 7
+
+
+def test_the_writing_process_does_not_outlive_a_killed_run(tmp_path):
+    ours, theirs = pool.context.Pipe()
+    run = pool.context.Process(target=hold_a_writer, args=(str(tmp_path), theirs))
+    run.start()
+    writer = Path(f"/proc/{ours.recv()}")
+    # It is still starting, and would then wait for its peer.
+    assert writer.exists()
+    run.kill()
+    run.join()
+    deadline = time.monotonic() + 60
+    while writer.exists() and "Z" not in (writer / "stat").read_text().rpartition(")")[2]:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 def test_a_failed_write_is_told_once_and_the_next_one_works(tmp_path):

@@ -75,7 +75,7 @@ def tiny(corpus, out, *options):
     return parity(corpus, out, *TINY_OPTIONS, "--training.global_batch_size", "4", *STEPS, *options)
 
 
-@pytest.mark.parametrize("mode", ["async", "process"])
+@pytest.mark.parametrize("mode", ["async", pytest.param("process", marks=pytest.mark.slow)])
 def test_a_run_that_saves_beside_itself_resumes_bit_for_bit(corpus, tmp_path, mode):
     train(tiny(corpus, tmp_path / "plain"))
     run = tiny(corpus, tmp_path / mode, "--checkpoint.async_mode", mode, "--checkpoint.interval", "1")

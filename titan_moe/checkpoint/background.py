@@ -100,7 +100,7 @@ class _ProcessWriter:
         context = multiprocessing.get_context("spawn")
         self._connection, theirs = context.Pipe()
         self._process = context.Process(
-            target=_serve, args=(theirs, address, rank(), world_size(), timeout_seconds), daemon=True
+            target=_serve, args=(theirs, address, rank(), world_size(), timeout_seconds, os.getpid()), daemon=True
         )
         self._process.start()
         theirs.close()
@@ -134,10 +134,15 @@ class _ProcessWriter:
 
 
 def _serve(
-    connection: Connection, address: tuple[str, int] | None, rank: int, ranks: int, timeout_seconds: float
+    connection: Connection,
+    address: tuple[str, int] | None,
+    rank: int,
+    ranks: int,
+    timeout_seconds: float,
+    parent: int,
 ) -> None:
     """The life of the process: one write after another, until the training's side is closed."""
-    end_with_parent()
+    end_with_parent(parent)
     # Whoever stops a run stops the training, which lets go of this process once it has saved.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
