@@ -304,7 +304,7 @@ def start_child(mode, text, tmp_path):
 def finish(child):
     """Its output, once it and the loader processes, which hold the pipes too, have ended."""
     try:
-        return child.communicate(timeout=30)
+        return child.communicate(timeout=120)
     except subprocess.TimeoutExpired:
         os.killpg(child.pid, signal.SIGKILL)
         raise
