@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from titan_moe.optim.slot import PIECE, Piece, Slot
+from titan_moe.kernels.adamw import Hyper, Stored, fused_adamw
+from titan_moe.kernels.backend import use_triton
+from titan_moe.optim.slot import PIECE, Piece, Slot, locals_of
 from titan_moe.optim.storage import Storage, storage_for
 
 
@@ -41,7 +43,13 @@ def adamw_step(tasks: Iterable[Task], group: Mapping[str, Any]) -> None:
         tasks: of slots whose moments are those of ``moments``.
         group: ``lr``, ``betas``, ``eps``, ``weight_decay``, ``foreach`` and ``fused``.
     """
-    pieces = chain.from_iterable(task.slot.pieces(task.state, task.parameter, grad=task.grad) for task in tasks)
+    rest = []
+    for task in tasks:
+        if group["fused"] and _has_kernel(task):
+            _run_kernel(task, group)
+        else:
+            rest.append(task)
+    pieces = chain.from_iterable(task.slot.pieces(task.state, task.parameter, grad=task.grad) for task in rest)
     for batch in _batches(pieces):
         dtype = batch[0].slot.compute_dtype
         values = [piece.value() for piece in batch]
@@ -73,6 +81,48 @@ def adamw_step(tasks: Iterable[Task], group: Mapping[str, Any]) -> None:
             for storage, moment in zip(piece.slot.storages, updated, strict=True):
                 storage.write(piece.state, moment, piece.chance(storage.name))
             piece.store(value)
+
+
+def _has_kernel(task: Task) -> bool:
+    """Whether a kernel converts and updates at once; plain fp32 is left to torch's, which takes many at a time."""
+    slot, parameter = task.slot, task.parameter
+    tensors = [parameter, *locals_of(task.state).values()]
+    plain = all(tensor.dtype == torch.float32 for tensor in tensors)
+    return (
+        parameter.numel() > 0
+        and not plain
+        and slot.compute_dtype == torch.float32
+        and parameter.dtype != torch.float16
+        and (slot.master is None or slot.master.scaled is None)
+        and all(tensor.is_contiguous() for tensor in tensors)
+        and (all(tensor.dtype != torch.float8_e4m3fn for tensor in tensors) or _has_float8(parameter.device))
+        and use_triton(parameter)
+    )
+
+
+def _has_float8(device: torch.device) -> bool:
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+def _run_kernel(task: Task, group: Mapping[str, Any]) -> None:
+    slot, state = task.slot, locals_of(task.state)
+    (piece,) = slot.pieces(task.state, task.parameter, whole=True)
+    beta1, beta2 = group["betas"]
+    hyper = Hyper(int(task.state["step"]), group["lr"], beta1, beta2, group["eps"], group["weight_decay"])
+    stored = [
+        Stored(state[storage.name], state.get(f"{storage.name}_scale"), piece.seed(storage.name))
+        for storage in slot.storages
+    ]
+    fused_adamw(
+        task.parameter,
+        task.grad,
+        *stored,
+        hyper,
+        master=state.get("master"),
+        remainder=state.get("remainder"),
+        row_places=piece.row_places() if slot.by_chance else None,
+        seed=piece.seed("parameter"),
+    )
 
 
 def _batches(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:

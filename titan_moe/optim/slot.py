@@ -64,13 +64,14 @@ class Slot:
         return local(self.parameter).numel() * (2 * self.remainders + sum(kind.bytes_per_element for kind in kinds))
 
     def pieces(
-        self, state: Mapping[str, Tensor], parameter: Tensor | None = None, **others: Tensor
+        self, state: Mapping[str, Tensor], parameter: Tensor | None = None, *, whole: bool = False, **others: Tensor
     ) -> Iterator["Piece"]:
         """The parameter of this rank in slices along its first dim, each with its part of the state.
 
         Args:
             state: of the parameter.
             parameter: this rank's part, where an update works on a copy of it.
+            whole: all in one slice.
             others: more tensors that are laid out as the parameter, such as its gradient.
         """
         parameter = local(self.parameter.detach()) if parameter is None else parameter
@@ -82,7 +83,7 @@ class Slot:
             offsets = (0,) * parameter.ndim
         values = locals_of({name: value for name, value in state.items() if name != "step"})
         others = locals_of(others)
-        if parameter.numel() <= PIECE or not parameter.ndim:
+        if whole or parameter.numel() <= PIECE or not parameter.ndim:
             yield Piece(self, state["step"], offsets, parameter, values, others)
             return
         rows = max(PIECE // parameter[0].numel(), 1)
@@ -141,9 +142,18 @@ class Piece:
 
         def draw() -> Tensor:
             index = places(self.slot.parameter.shape, self.offsets, self.parameter.shape, self.parameter.device)
-            return uniform(index, seed_of(f"{self.slot.name}/{kind}"), self.step)
+            return uniform(index, self.seed(kind), self.step)
 
         return draw
+
+    def seed(self, kind: str) -> int:
+        """Of the numbers of a kind of state."""
+        return seed_of(f"{self.slot.name}/{kind}")
+
+    def row_places(self) -> Tensor:
+        """Where each row ``[n]`` of this slice begins in the flattened whole parameter, int64."""
+        sizes = (*self.parameter.shape[:-1], 1)
+        return places(self.slot.parameter.shape, self.offsets, sizes, self.parameter.device).flatten()
 
 
 def local(tensor: Tensor) -> Tensor:
