@@ -280,6 +280,9 @@ next(loader)
 if sys.argv[3] == "flag":
     signal.signal(signal.SIGTERM, lambda *_: stopped.append("TERM"))
     signal.signal(signal.SIGINT, lambda *_: stopped.append("INT"))
+else:
+    # A shell that runs the tests in the background has SIGINT ignored.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 try:
     print("ready", flush=True)
     while len(stopped) < 2:
