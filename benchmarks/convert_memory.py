@@ -1,6 +1,6 @@
 """Peak memory and time of ``titan-moe convert`` both ways, on a synthetic Qwen3-MoE checkpoint of a given size.
 
-    python benchmarks/convert_memory.py --gigabytes 8 --folder /tmp/convert
+    python benchmarks/convert_memory.py --gigabytes 8 --folder convert_scratch
 
 Layers have the sizes of Qwen3-30B-A3B. Each conversion runs in a process of its own; its peak resident memory is that
 process's ``ru_maxrss``, pages of mapped files included. What comes back is compared with what went in.

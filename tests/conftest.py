@@ -2,11 +2,13 @@
 
 import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 # Triton reads this when it is first imported. Nothing but the tests of the kernels uses it on a CPU.
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import pytest
+import torch
 from pool import WorkerPool
 
 
@@ -42,3 +44,21 @@ def worker_pool() -> Iterator[WorkerPool]:
 def run_ranks(worker_pool: WorkerPool) -> Callable:
     """``run_ranks(n, function, *args, timeout=120.0) -> list``: see ``WorkerPool.run``."""
     return worker_pool.run
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """Small models, which more threads than one only slow down, and whose sums then have one order."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of 24 text files of different lengths."""
+    folder = tmp_path_factory.mktemp("corpus")
+    for i in range(24):
+        (folder / f"{i}.txt").write_text(f"document {i}: " + " ".join(str(i * j % 97) for j in range(60 + 7 * i)))
+    return folder

@@ -3,13 +3,14 @@
 import io
 
 import pytest
-import torch
 from rich.console import Console
 
 from titan_moe import cli
 from titan_moe.config import from_dict
 from titan_moe.memory import measure, show
 from titan_moe.observe.memory import total_bytes
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 MODEL = {"dim": 64, "num_layers": 4, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "hidden_dim": 96}
 
@@ -69,11 +70,3 @@ def test_the_command_refuses_what_one_process_cannot_run(tmp_path, capsys):
     with pytest.raises(SystemExit) as end:
         cli.main(["memory", "--job.dump_folder", str(tmp_path), "--parallelism.tensor_parallel_degree", "2"])
     assert end.value.code == 2 and "tp 2" in capsys.readouterr().err
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)

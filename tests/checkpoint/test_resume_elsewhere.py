@@ -10,6 +10,8 @@ from titan_moe.config import validate
 from titan_moe.errors import CheckpointError, ConfigError
 from titan_moe.trainer import Trainer, train
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 DEGREES = {
     1: {},
     2: {"tensor": 2, "expert": 2},
@@ -17,14 +19,6 @@ DEGREES = {
     8: {"tensor": 2, "context": 2, "expert": 2, "expert_tensor": 2},
 }
 STEPS = ("--training.steps", "4", "--checkpoint.enable", "--checkpoint.interval", "2")
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")

@@ -3,12 +3,13 @@
 import json
 
 import pytest
-import torch
 
 from titan_moe import trainer as trainer_module
 from titan_moe.config import from_dict
 from titan_moe.observe import TIMING_KEYS
 from titan_moe.trainer import train
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 SIZES = {"dim": 32, "num_layers": 2, "num_heads": 2, "num_kv_heads": 2, "head_dim": 16, "hidden_dim": 16}
 OPTIMIZERS = {
@@ -22,22 +23,6 @@ OPTIMIZERS = {
     "remainders": {"store_param_remainders": True, "exp_avg_dtype": "bfloat16", "main_grad_dtype": "float32"},
     "muon_masters_away": {"name": "Muon", "master_dtype": "float32", "offload_fraction": 1.0},
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("corpus")
-    for i in range(24):
-        (folder / f"{i}.txt").write_text(f"document {i}: " + " ".join(str(i * j % 97) for j in range(60 + 7 * i)))
-    return folder
 
 
 def config(corpus, out, kind, steps=6):

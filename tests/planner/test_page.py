@@ -37,7 +37,7 @@ FLAGS = Flags(
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory):
     if CHROMIUM is None:
-        pytest.skip("no Chromium on this machine")
+        pytest.skip("the page needs a browser: put Chromium or Chrome on the PATH")
     with Browser(tmp_path_factory.mktemp("chromium")) as opened:
         yield opened
 

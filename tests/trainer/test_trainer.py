@@ -16,21 +16,7 @@ from titan_moe.observe import TIMING_KEYS
 from titan_moe.parallelize import build
 from titan_moe.trainer import train
 
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("corpus")
-    for i in range(24):
-        (folder / f"{i}.txt").write_text(f"document {i}: " + " ".join(str(i * j % 97) for j in range(60 + 7 * i)))
-    return folder
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def config(corpus, out, sections=None, **override):

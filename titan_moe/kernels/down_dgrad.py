@@ -186,11 +186,7 @@ def _kernels(do, w2, z, b1, b2, weights, slot_of, offsets, tiles, slots_per_toke
         GATHER=slot_of is not None,
         EVEN_K=D % b.k == 0,
         ACC=tl.float64 if do.dtype == torch.float64 else tl.float32,
-        BM=b.m,
-        BN=b.n,
-        BK=b.k,
-        num_warps=b.warps,
-        num_stages=b.stages,
+        **b.meta,
     )
     return dz, sa, partials
 

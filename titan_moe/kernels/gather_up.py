@@ -164,11 +164,7 @@ def _kernels(x, w1, b1, weights, slot_of, offsets, tiles, slots_per_token, kind,
         GATHER=slot_of is not None,
         EVEN_K=D % b.k == 0,
         ACC=tl.float64 if x.dtype == torch.float64 else tl.float32,
-        BM=b.m,
-        BN=b.n,
-        BK=b.k,
-        num_warps=b.warps,
-        num_stages=b.stages,
+        **b.meta,
     )
     return z, a
 

@@ -25,6 +25,11 @@ class Block:
     warps: int
     stages: int
 
+    @property
+    def meta(self) -> dict[str, int]:
+        """What a launch passes on of it."""
+        return {"BM": self.m, "BN": self.n, "BK": self.k, "num_warps": self.warps, "num_stages": self.stages}
+
 
 # m is the same for every product over groups of rows: they share one list of tiles.
 _SM80 = {

@@ -112,10 +112,6 @@ def rows_gemm(
         GATHER=slot_of_R is not None,
         EVEN_K=K % shape.k == 0,
         ACC=tl.float64 if a_RK.dtype == torch.float64 else tl.float32,
-        BM=shape.m,
-        BN=shape.n,
-        BK=shape.k,
-        num_warps=shape.warps,
-        num_stages=shape.stages,
+        **shape.meta,
     )
     return out

@@ -135,11 +135,7 @@ def _kernels(
         WEIGH_BIAS=weigh_bias and bias,
         ADD=into is not None,
         ACC=tl.float64 if left.dtype == torch.float64 else tl.float32,
-        BM=b.m,
-        BN=b.n,
-        BK=b.k,
-        num_warps=b.warps,
-        num_stages=b.stages,
+        **b.meta,
     )
     return dw if into is None else left.new_empty(0), db
 
