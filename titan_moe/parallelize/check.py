@@ -57,12 +57,6 @@ def check_run(config: JobConfig, world_size: int) -> tuple[ModelConfig, Degrees,
     degrees = resolve_degrees(config.parallelism, world_size)
     batch = resolve_batch(config, degrees.dp_replicate * degrees.dp_shard)
     model_config = model_config_of(config.model.name, config.model.flavor, **model_overrides(config))
-    seq_len, longest = config.training.seq_len, model_config.max_seq_len
-    if seq_len > longest:
-        raise ConfigError(
-            f"training.seq_len = {seq_len} is beyond the model's max_seq_len = {longest}. "
-            f"Set training.seq_len to at most {longest}, or model.override.max_seq_len."
-        )
     check_layout(config, model_config, degrees, batch.local)
     return model_config, degrees, batch
 
