@@ -2,6 +2,7 @@
 
 import itertools
 import logging
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -327,6 +328,18 @@ def test_ctrl_c_ends_the_process_and_its_workers_without_a_word(text, tmp_path):
     os.killpg(child.pid, signal.SIGINT)
     out, err = finish(child)
     assert (out, err, child.returncode) == ("interrupted\n", "", 0)
+
+
+def test_closing_ends_a_worker_that_does_not_answer(config):
+    config.training.num_workers = 1
+    others = set(multiprocessing.active_children())
+    loader = iter(build_loader(config, TOKENIZER, dp_rank=0, dp_size=1))
+    next(loader)
+    (worker,) = set(multiprocessing.active_children()) - others
+    os.kill(worker.pid, signal.SIGSTOP)
+    loader.close()
+    worker.join(timeout=10)
+    assert worker.exitcode == -signal.SIGKILL
 
 
 def test_workers_end_with_a_training_process_that_was_killed(text, tmp_path):

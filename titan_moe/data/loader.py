@@ -211,8 +211,14 @@ class Loader:
 
     def close(self) -> None:
         """Ends the iteration and its worker processes."""
-        self._batches = None
+        batches, self._batches = self._batches, None
         self._micro_step = 0
+        if batches is not None and self._num_workers:
+            # Called, not left to the iterator's finalizer: a traceback may hold it until multiprocessing waits
+            # for the workers. It asks them to end, then sends the signal that they ignore.
+            batches._shutdown_workers()
+            for worker in batches._workers:
+                worker.kill()
 
 
 def _identity(batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
