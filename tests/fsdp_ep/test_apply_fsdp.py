@@ -179,3 +179,26 @@ def test_blocks_are_the_elements_of_the_outermost_containers():
     net.body.layers["0"].inner = nn.ModuleList([nn.Linear(2, 2)])
     net.empty = nn.ModuleList([nn.Identity()])
     assert find_blocks(net) == list(net.body.layers.values())
+
+
+def copies_on_both_sides_of_an_uneven_cut():
+    """The norm's gradient on this rank; the other parameter is what an uneven tp cut leaves to it."""
+    meshes = build_meshes(Parallelism(tensor_parallel_degree=2))
+    place = meshes.dense.get_coordinate()
+    tp_rank, dp_rank = place[-1], place[2]
+    model = nn.Module()
+    model.norm = nn.Parameter(torch.zeros(4096))
+    model.cut = nn.Parameter(torch.zeros(6000 + 1700 * tp_rank))
+    model.forward = lambda x: (model.norm * x).sum() + model.cut.sum()
+    apply_fsdp(model, meshes.dense_fsdp)
+    x = torch.randn(4096, generator=torch.Generator().manual_seed(dp_rank))
+    model(x).backward()
+    grad = model.norm.grad.full_tensor()
+    want = sum(torch.randn(4096, generator=torch.Generator().manual_seed(r)).double() for r in range(4))
+    torch.testing.assert_close(grad.double(), want, rtol=0, atol=4 * 2**-23 * want.abs().max().item())
+    return grad
+
+
+def test_what_tp_ranks_replicate_gets_one_gradient_though_an_uneven_cut_gives_them_other_buffers(run_ranks):
+    first, *others = run_ranks(8, copies_on_both_sides_of_an_uneven_cut)
+    assert all(torch.equal(first, other) for other in others)

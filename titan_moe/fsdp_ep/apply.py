@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from titan_moe.errors import ConfigError
+from titan_moe.fsdp_ep.reduce import OrderedReduceScatter
 from titan_moe.moe import Experts
 
 
@@ -70,6 +71,8 @@ def apply_fsdp(
             module.set_gradient_divide_factor(1.0)
             # Without it, a factor of 1 turns into a premultiplied sum, which gloo does not have.
             module.set_force_sum_reduction_for_comms(True)
+            if mesh.device_type == "cpu":
+                module.set_custom_reduce_scatter(OrderedReduceScatter())
     if hasattr(model, "set_reduce_scatter_unused_params"):
         model.set_reduce_scatter_unused_params(True)
     if experts_mesh is not None:
