@@ -42,7 +42,7 @@ def train(config):
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: stop.append(1))
     if mode == "wait":
-        os.write(1, f"pid {os.getpid()}\n".encode())  # one write: the ranks share the pipe
+        os.write(1, f"pid {os.getpid()}\\n".encode())  # one write: the ranks share the pipe
     while mode != "ok" and not stop:
         time.sleep(0.02)
     print("saved by rank", rank, "with", os.environ.get("OMP_NUM_THREADS"), "threads", flush=True)

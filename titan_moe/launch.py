@@ -26,7 +26,11 @@ def main(argv: Sequence[str]) -> None:
         config = load_config(argv, model_config=model_config)
         processes = process_count()
         validate(config, processes)
-        check_run(config, processes)
+        model, degrees, _ = check_run(config, processes)
+        if degrees.ep * degrees.etp > 1:
+            from titan_moe.moe.dispatch import check_package
+
+            check_package(model.moe.dispatcher)
         if mode := os.environ.get("COMM_MODE"):
             _dry_run(mode, config, processes)
             return

@@ -1,5 +1,6 @@
 """Layouts that cannot run, given on the command line: one line with the legal values, before any rank starts."""
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -57,6 +58,10 @@ REFUSED = {
         {"expert_parallel_degree": 8, "model.override": "num_experts = 9\nnum_groups = 1\ntopk_groups = 1"},
         ["expert_parallel_degree = 8 with 9 experts", "leave 3 without experts", "degree here: 1, 2."],
     ),
+    "a dispatcher whose package is missing": (
+        {"expert_parallel_degree": 8, "moe.dispatcher": "deepep"},
+        ["moe.dispatcher = 'deepep' needs the package deep_ep", "or set moe.dispatcher = 'alltoall'."],
+    ),
     "etp that leaves a rank without hidden dims": (
         {"expert_tensor_parallel_degree": 8, "model.override": "hidden_dim = 9"},
         ["expert_tensor_parallel_degree = 8", "hidden_dim = 9", "Nearest legal expert_tensor_parallel_degree: 5."],
@@ -81,6 +86,7 @@ def test_a_layout_that_cannot_run_is_one_line_and_exit_code_2(name, tmp_path, ca
     monkeypatch.setenv("NGPU", "8")
     monkeypatch.delenv("COMM_MODE", raising=False)
     monkeypatch.setattr(launch, "_torchrun", lambda *_: pytest.fail("ranks were started"))
+    monkeypatch.setitem(sys.modules, "deep_ep", None)
     keys, parts = REFUSED[name]
     with pytest.raises(SystemExit) as end:
         main(["train", *_words({"job.config_file": PARITY, "job.dump_folder": tmp_path, **keys})])

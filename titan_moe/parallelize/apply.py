@@ -79,6 +79,9 @@ def parallelize(
             "both to 1."
         )
     for name, (submodule, style) in matched.items():
+        if hasattr(style, "check"):
+            style.check(name, submodule, context)
+    for name, (submodule, style) in matched.items():
         style.apply(name, submodule, context)
     for _, _, balance in balances(module):
         if meshes.sequence.size() > 1:

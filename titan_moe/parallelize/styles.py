@@ -25,7 +25,7 @@ from torch.distributed.tensor.placement_types import Placement
 from titan_moe.errors import ConfigError
 from titan_moe.modules import wrap
 from titan_moe.moe import MoE
-from titan_moe.moe.dispatch import build_dispatcher
+from titan_moe.moe.dispatch import build_dispatcher, check_package
 from titan_moe.parallelize.context import ContextParallel, SharedAttention
 from titan_moe.parallelize.crossing import local_parameters, to_dtensor, to_local
 from titan_moe.parallelize.mesh import Meshes
@@ -83,7 +83,10 @@ class ApplyContext:
 
 
 class Style(Protocol):
-    """One entry of a plan."""
+    """One entry of a plan. One that can refuse a module does so in a method ``check`` with the arguments of ``apply``.
+
+    All are asked before the first is applied, so that a refusal leaves every module as it was.
+    """
 
     def apply(self, name: str, module: nn.Module, context: ApplyContext) -> None:
         """Change ``module``, called ``name`` in ``context.root``, in place."""
@@ -124,18 +127,19 @@ def as_placed(parameter: DTensor) -> Sequence[Placement]:
     return parameter.placements
 
 
-def _linear(name: str, module: nn.Module, style: str) -> nn.Linear:
+def _check_linear(name: str, module: nn.Module, style: str) -> None:
     if not isinstance(module, nn.Linear):
         raise ConfigError(f"{style} on {name}, a {type(module).__name__}: it is for nn.Linear and its subclasses.")
-    return module
 
 
 @dataclass(frozen=True)
 class Colwise:
     """A linear whose output features are shared out: stream or plain input, plain output of this rank's features."""
 
+    def check(self, name: str, module: nn.Module, context: ApplyContext) -> None:
+        _check_linear(name, module, "Colwise")
+
     def apply(self, name: str, module: nn.Module, context: ApplyContext) -> None:
-        _linear(name, module, "Colwise")
         if context.tp_size == 1:
             return
         context.distribute(module, context.tp, weight=[Shard(0)], bias=[Shard(0)])
@@ -154,8 +158,10 @@ class Rowwise:
     The bias is added once, to the sum.
     """
 
+    def check(self, name: str, module: nn.Module, context: ApplyContext) -> None:
+        _check_linear(name, module, "Rowwise")
+
     def apply(self, name: str, module: nn.Module, context: ApplyContext) -> None:
-        _linear(name, module, "Rowwise")
         if context.tp_size == 1:
             return
         context.distribute(module, context.tp, weight=[Shard(1)], bias=[Whole()])
@@ -182,11 +188,13 @@ class VocabParallel:
     sharded over the vocabulary; no rank holds them all. ``titan_moe.models.token_losses`` takes them as they are.
     """
 
-    def apply(self, name: str, module: nn.Module, context: ApplyContext) -> None:
+    def check(self, name: str, module: nn.Module, context: ApplyContext) -> None:
         if not isinstance(module, nn.Embedding | nn.Linear):
             raise ConfigError(
                 f"VocabParallel on {name}, a {type(module).__name__}: it is for nn.Embedding and nn.Linear."
             )
+
+    def apply(self, name: str, module: nn.Module, context: ApplyContext) -> None:
         if context.tp_size == 1:
             return
         context.distribute(module, context.tp, weight=[Shard(0)], bias=[Shard(0)])
@@ -251,9 +259,11 @@ class SequenceParallel:
 class ShardedNorm:
     """An RMSNorm over features that tp shares out: plain input and output, of this rank's features."""
 
-    def apply(self, name: str, module: nn.Module, context: ApplyContext) -> None:
+    def check(self, name: str, module: nn.Module, context: ApplyContext) -> None:
         if not isinstance(module, nn.RMSNorm):
             raise ConfigError(f"ShardedNorm on {name}, a {type(module).__name__}: it is for nn.RMSNorm.")
+
+    def apply(self, name: str, module: nn.Module, context: ApplyContext) -> None:
         if context.tp_size == 1:
             return
         features = module.weight.numel()
@@ -303,16 +313,18 @@ class Attention:
     cp: Literal["allgather", "alltoall"] | None = None
     heads: tuple[str, ...] = ()
 
-    def apply(self, name: str, module: nn.Module, context: ApplyContext) -> None:
-        counts = {attribute: getattr(module, attribute, None) for attribute in self.heads}
-        for attribute, count in counts.items():
+    def check(self, name: str, module: nn.Module, context: ApplyContext) -> None:
+        for attribute in self.heads:
+            count = getattr(module, attribute, None)
             if not isinstance(count, int) or count % context.tp_size:
                 raise ConfigError(
                     f"Attention(heads=({attribute!r},)) on {name}: {attribute} is {count!r}, not a number of heads "
                     f"that tensor_parallel_degree = {context.tp_size} divides."
                 )
-        for attribute, count in counts.items():
-            setattr(module, attribute, count // context.tp_size)
+
+    def apply(self, name: str, module: nn.Module, context: ApplyContext) -> None:
+        for attribute in self.heads:
+            setattr(module, attribute, getattr(module, attribute) // context.tp_size)
         if context.tp_size > 1 and any(p is not None for p in module._parameters.values()):
             context.distribute(module, context.tp, **{name: [Shard(0)] for name in module._parameters})
 
@@ -342,26 +354,36 @@ class Experts:
     one tp rank, with or without sequence parallel.
     """
 
-    def apply(self, name: str, module: nn.Module, context: ApplyContext) -> None:
-        layer = context.root.get_submodule(name.rpartition(".")[0])
+    def check(self, name: str, module: nn.Module, context: ApplyContext) -> None:
+        layer = self._layer(name, context)
         if not isinstance(layer, MoE):
             raise ConfigError(
                 f"Experts on {name}: they belong to a {type(layer).__name__}, not to a titan_moe.moe.MoE. Exchange it "
                 "by swap_moe first."
             )
         degrees = context.meshes.degrees
+        if degrees.etp > 1 and "fused" in module.hidden_dims.values():
+            raise ConfigError(
+                f"parallelism.expert_tensor_parallel_degree = {degrees.etp}: {name} keeps its gate and up weights in "
+                "one dim, which cannot be cut. Set it to 1 and raise expert_parallel_degree, or use titan_moe's own "
+                "layout."
+            )
         if degrees.ep * degrees.etp > 1:
-            self._share(name, module, layer, context)
+            check_package(layer.config.dispatcher)
+
+    def apply(self, name: str, module: nn.Module, context: ApplyContext) -> None:
+        layer, degrees = self._layer(name, context), context.meshes.degrees
+        if degrees.ep * degrees.etp > 1:
+            self._share(module, layer, context)
         if degrees.tp > 1:
             wrap(layer, "routed", _on_own_tokens)
 
-    def _share(self, name: str, module: nn.Module, layer: MoE, context: ApplyContext) -> None:
+    @staticmethod
+    def _layer(name: str, context: ApplyContext) -> nn.Module:
+        return context.root.get_submodule(name.rpartition(".")[0])
+
+    def _share(self, module: nn.Module, layer: MoE, context: ApplyContext) -> None:
         mesh, etp = context.meshes.expert["ep", "etp"], context.meshes.degrees.etp
-        if etp > 1 and "fused" in module.hidden_dims.values():
-            raise ConfigError(
-                f"parallelism.expert_tensor_parallel_degree = {etp}: {name} keeps its gate and up weights in one dim, "
-                "which cannot be cut. Set it to 1 and raise expert_parallel_degree, or use titan_moe's own layout."
-            )
         for key, dim in module.hidden_dims.items():
             context.distribute(module, mesh, **{key: [Shard(0), Shard(dim) if isinstance(dim, int) else Whole()]})
         config = layer.config

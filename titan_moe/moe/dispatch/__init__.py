@@ -6,7 +6,7 @@ from titan_moe.errors import ConfigError, nearest
 from titan_moe.moe.dispatch.allgather import AllGatherDispatcher
 from titan_moe.moe.dispatch.alltoall import AllToAllDispatcher
 from titan_moe.moe.dispatch.base import Dispatched, Dispatcher, GroupDispatcher, expert_range
-from titan_moe.moe.dispatch.flex import DeepEPDispatcher, HybridEPDispatcher, load_deep_ep
+from titan_moe.moe.dispatch.flex import DeepEPDispatcher, HybridEPDispatcher, check_package, load_deep_ep
 from titan_moe.moe.dispatch.local import LocalDispatcher
 
 __all__ = [
@@ -20,6 +20,7 @@ __all__ = [
     "HybridEPDispatcher",
     "LocalDispatcher",
     "build_dispatcher",
+    "check_package",
     "expert_range",
     "load_deep_ep",
 ]

@@ -54,6 +54,12 @@ def load_deep_ep(name: str) -> Any:
     return module
 
 
+def check_package(dispatcher: str) -> None:
+    """Raises what ``load_deep_ep`` raises, for a dispatcher that needs it."""
+    if dispatcher in _CLASSES:
+        load_deep_ep(dispatcher)
+
+
 class _FlexDispatcher(GroupDispatcher):
     name: str
 
