@@ -219,7 +219,7 @@ def test_debug_seed_beats_training_seed():
 
 
 def test_model_overrides_merge_moe_keys_under_the_override_table():
-    assert model_overrides(JobConfig()) == {"experts": "grouped"}
+    assert model_overrides(JobConfig()) == {"experts": "grouped", "save": "preact"}
     config = load_config(
         [
             *("--moe.force_balance", "--moe.capacity_factor", "1.5", "--moe.jitter", "0"),
@@ -229,6 +229,7 @@ def test_model_overrides_merge_moe_keys_under_the_override_table():
     )
     assert model_overrides(config) == {
         "experts": "sequential",
+        "save": "preact",
         "selection": "round_robin",
         "capacity_factor": 2.0,
         "jitter": 0.0,

@@ -176,7 +176,7 @@ def test_no_host_sync_on_fake_cuda_tensors(name, dtype):
             m.tiles,
             m.slots_per_token,
         )
-        ctx, y = ctx_of(_GroupedMLP, (*args, e.activation, e.weight_on == "input"), (True,) * 6)
+        ctx, y = ctx_of(_GroupedMLP, (*args, e.activation, e.weight_on == "input", e.save), (True,) * 6)
         grads = _GroupedMLP.backward(ctx, y)
         assert [g.shape for g in grads[:3]] == [x.shape, e.w1.shape, e.w2.shape]
 

@@ -27,9 +27,10 @@ def test_layer_with_split_experts_equals_one_process(run_ranks, ranks, etp, disp
         {"num_experts": 1, "top_k": 1, "normalize_weights": False, **BIASED},
         {"experts": "sequential", **BIASED},
         {"hidden_dim": 7},
+        {"save": "input", **BIASED},
         {"latent_dim": 4, "shared_hidden_dim": 5},
     ],
-    ids=["weight_on_input", "five_experts", "one_expert", "sequential", "uneven_hidden", "latent_shared"],
+    ids=["weight_on_input", "five_experts", "one_expert", "sequential", "uneven_hidden", "save_input", "latent_shared"],
 )
 def test_variants_with_split_experts(run_ranks, overrides, dispatcher):
     assert_same(run_ranks(4, differences, dispatcher, overrides, [4, 1, 5, 2], {"etp": 2}))

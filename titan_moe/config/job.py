@@ -170,6 +170,9 @@ class Moe:
     """How tokens reach their experts; by default local, or alltoall with expert parallelism."""
     experts: Literal["grouped", "sequential"] = "grouped"
     """'grouped': all experts in one grouped product; 'sequential': a loop, the slow oracle."""
+    save: Literal["preact", "input", "preact_fp8"] = "preact"
+    """What grouped experts keep beside their input for backward: 'preact' the pre-activation; 'input' nothing, their
+    first linear runs again; 'preact_fp8' the pre-activation in FP8, within 2^-4 of each value."""
     force_balance: bool = False
     """Route round-robin whatever the scores: for benchmarks only."""
     aux_loss_coef: float | None = None

@@ -33,6 +33,7 @@ from titan_moe.kernels.grouped_mlp import grouped_mlp
 from titan_moe.kernels.language import INTERPRETED
 from titan_moe.kernels.launch import assumed, observed
 from titan_moe.kernels.quant_rowcol import GROUP, quant_rowcol
+from titan_moe.kernels.quant_rows import dequant_rows, quant_rows
 from titan_moe.kernels.route_map import route_map, tiles_of
 from titan_moe.kernels.router_topk import RouterSpec, router_topk
 
@@ -129,6 +130,8 @@ def _bounds(shape: Shape, T: int, b: int) -> dict[str, Callable[[tuple], int]]:
         "_combine_kernel": lambda _: T * K * D * b + T * D * b,
         "router_kernel": lambda args: T * (4 * E + 8 * K) + 4 * args[5].numel(),
         "router_backward_kernel": lambda _: T * (8 * E + 8 * K),
+        "quant_rows_kernel": lambda args: args[0].numel() * (b + 1) + args[2].nbytes,
+        "dequant_rows_kernel": lambda args: args[0].numel() * (b + 1) + args[1].nbytes,
         "quant_rowcol_kernel": lambda args: args[0].numel() * (b + 2) + args[2].nbytes + args[4].nbytes,
     }
 
@@ -154,6 +157,7 @@ def launches(model: str) -> Iterator[Launch]:
         y = grouped_mlp(x, w1, w2, b1, b2, weights, map_.offsets_E, act, shape.weight_on, map_)
         for format in GROUP:
             quant_rowcol(x.detach(), format)
+        dequant_rows(*quant_rows(x.detach()), dtype)
         ((y * torch.empty(T, D, dtype=dtype)).sum() + sums.probs_BE.sum() + sums.squares).backward()
     set_backend(before)
     bounds = _bounds(shape, T, dtype.itemsize)

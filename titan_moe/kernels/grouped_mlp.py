@@ -7,10 +7,18 @@ The routing weight multiplies the activation, before the second linear (memory-e
 with da = dy W2, dw = <da, act(z)> + <dy, b2>, where act(z) is recomputed from z.
 
 This is the one place where the parts are put together, for both backends: each part is an operator with a torch and a
-Triton implementation. Saved for backward: x, z, the weights and indices, that is D + K(nF + 1) elements per token with
-x the layer's own input. Launches on Triton: 3 forward, 5 backward; no host sync (float64 in torch excepted, see
-``grouped_mm``).
+Triton implementation. Saved for backward: the layer's own input x, the weights and indices, and by ``save``
+
+- ``preact``: z, so that D + K(nF + 1) elements per token are kept;
+- ``input``: nothing more, D + K; the first linear runs again;
+- ``preact_fp8``: z in FP8, K nF (1 + 1/32) bytes in its place, within the error bound of ``quant_rows``. The output is
+  that of the others; gradients are those of the z that comes back.
+
+Launches on Triton: 3 forward, 5 backward, and one more each way for FP8 and backward for ``input``; no host sync
+(float64 in torch excepted, see ``grouped_mm``).
 """
+
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -23,34 +31,49 @@ from titan_moe.kernels.down import down
 from titan_moe.kernels.down_dgrad import down_dgrad
 from titan_moe.kernels.gather_up import gather_up
 from titan_moe.kernels.grouped_mm import unused_rows
+from titan_moe.kernels.quant_rows import dequant_rows, quant_rows
 from titan_moe.kernels.route_map import RouteMap
 from titan_moe.kernels.up_dgrad import up_dgrad
 from titan_moe.kernels.wgrad import wgrad
 
+Save = Literal["preact", "input", "preact_fp8"]
+
 
 class _GroupedMLP(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, w1, w2, b1, b2, weights, offsets, row_of, slot_of, tiles, slots_per_token, act, on_input):
+    def forward(ctx, x, w1, w2, b1, b2, weights, offsets, row_of, slot_of, tiles, slots_per_token, act, on_input, save):
         kind = act.kind, act.limit, act.alpha, on_input
         z, a = gather_up(x, w1, b1, weights, slot_of, offsets, tiles, slots_per_token, *kind)
         y = down(a, w2, b2, weights, slot_of, offsets, tiles, not on_input)
         if row_of is not None:
             y = sum_rows(y, row_of)
-        ctx.save_for_backward(x, w1, w2, b1 if on_input else None, b2, weights, offsets, row_of, slot_of, tiles, z)
-        ctx.kind, ctx.slots_per_token, ctx.has_b1 = kind, slots_per_token, b1 is not None
+        kept = ()
+        if save == "preact":
+            kept = (z,)
+        elif save == "preact_fp8":
+            kept = quant_rows(z)
+        bias = b1 if on_input or save == "input" else None
+        ctx.save_for_backward(x, w1, w2, bias, b2, weights, offsets, row_of, slot_of, tiles, *kept)
+        ctx.kind, ctx.slots_per_token, ctx.has_b1, ctx.save = kind, slots_per_token, b1 is not None, save
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx, do):
-        x, w1, w2, b1, b2, weights, offsets, row_of, slot_of, tiles, z = ctx.saved_tensors
+        x, w1, w2, b1, b2, weights, offsets, row_of, slot_of, tiles, *kept = ctx.saved_tensors
         on_input, K = ctx.kind[-1], ctx.slots_per_token
+        if ctx.save == "input":
+            z, _ = gather_up(x, w1, b1, weights, slot_of, offsets, tiles, K, *ctx.kind)
+        else:
+            z = kept[0] if ctx.save == "preact" else dequant_rows(*kept, x.dtype)
         gather = slot_of is not None
         dy, K_dy = do.contiguous(), K
         if gather and not use_triton(dy):
             # Two products read these rows; only kernels can gather them on the way.
             dy, K_dy = dy.index_select(0, slot_of.div(K, rounding_mode="floor")), 0
-        dz, sa, dweights = down_dgrad(dy, w2, z, b1, b2, weights, slot_of, offsets, tiles, K_dy, *ctx.kind)
+        dz, sa, dweights = down_dgrad(
+            dy, w2, z, b1 if on_input else None, b2, weights, slot_of, offsets, tiles, K_dy, *ctx.kind
+        )
         bias = b2 is not None, not on_input
         dw2, db2 = wgrad(dy, sa, weights, slot_of, offsets, K, gather and K_dy > 0, False, False, *bias, None)
         del dy, sa
@@ -66,7 +89,7 @@ class _GroupedMLP(torch.autograd.Function):
             dx, dweights = sum_rows_and_weights(dx, row_of, dweights)
         db1 = db1.view(w1.shape[:3]) if ctx.has_b1 else None
         db2 = None if b2 is None else db2
-        return dx, dw1.view_as(w1), dw2, db1, db2, dweights.view_as(weights), *(None,) * 7
+        return dx, dw1.view_as(w1), dw2, db1, db2, dweights.view_as(weights), *(None,) * 8
 
 
 def grouped_mlp(
@@ -80,6 +103,7 @@ def grouped_mlp(
     act: Activation,
     weight_on: str = "activation",
     route_map: RouteMap | None = None,
+    save: Save = "preact",
 ) -> Tensor:
     """Apply each expert to its rows; differentiable once.
 
@@ -88,6 +112,7 @@ def grouped_mlp(
         weights: routing weight of each slot ``[T, K]``, or of each row ``[R]``; fp32 or wider.
         offsets_E: int32, end row of each expert.
         weight_on: "activation", or "input" (Llama 4: the weight multiplies the expert's input; b2 is not weighted).
+        save: what is kept of the pre-activation.
 
     Returns:
         Of the shape of ``x``: the sum over each token's rows; without a map the rows, zero and without gradient past
@@ -96,4 +121,5 @@ def grouped_mlp(
     maps = None, None, None, 1
     if route_map is not None:
         maps = route_map.row_of_TK, route_map.slot_of_R, route_map.tiles, route_map.slots_per_token
-    return _GroupedMLP.apply(x, w1_EnFD, w2_EDF, b1_EnF, b2_ED, weights, offsets_E, *maps, act, weight_on == "input")
+    kind = act, weight_on == "input", save
+    return _GroupedMLP.apply(x, w1_EnFD, w2_EDF, b1_EnF, b2_ED, weights, offsets_E, *maps, *kind)

@@ -41,7 +41,7 @@ def _e4m3(x):
 
 
 @triton.jit
-def _quantise(x, M: tl.constexpr, N: tl.constexpr, G: tl.constexpr, MX: tl.constexpr):
+def quantise_tile(x, M: tl.constexpr, N: tl.constexpr, G: tl.constexpr, MX: tl.constexpr):
     """Codes ``[M, N]`` and scales ``[M, N / G]`` of a tile, along its second dim."""
     groups = tl.reshape(x, [M, N // G, G])
     most = tl.max(tl.abs(groups), 2)
@@ -95,10 +95,10 @@ def quant_rowcol_kernel(
     inside = (r < R)[:, None] & (n < N)[None, :]
     at = r.to(tl.int64)[:, None] * N + n[None, :]
     tile = tl.load(x + at, inside, other=0.0).to(tl.float32)
-    q, s = _quantise(tile, TILE, TILE, G, MX)
+    q, s = quantise_tile(tile, TILE, TILE, G, MX)
     tl.store(codes + at, q, inside)
     _store_scales(s, scales, r, block_n * (TILE // G) + g, R, tl.cdiv(N, G), MX)
-    q, s = _quantise(tl.trans(tile), TILE, TILE, G, MX)
+    q, s = quantise_tile(tl.trans(tile), TILE, TILE, G, MX)
     tl.store(codes_t + n.to(tl.int64)[:, None] * R + r[None, :], q, (n < N)[:, None] & (r < R)[None, :])
     _store_scales(s, scales_t, n, block_r * (TILE // G) + g, N, tl.cdiv(R, G), MX)
 
@@ -116,7 +116,7 @@ def swizzled(scales: Tensor) -> Tensor:
     return whole.view(tiles).permute(0, 3, 2, 1, 4).reshape(-1)
 
 
-def _along_rows(x: Tensor, mx: bool) -> tuple[Tensor, Tensor]:
+def along_rows(x: Tensor, mx: bool) -> tuple[Tensor, Tensor]:
     (rows, N), G = x.shape, GROUP["mxfp8" if mx else "block"]
     groups = -(-N // G)
     x = torch.nn.functional.pad(x.float(), (0, groups * G - N)).view(rows, groups, G)
@@ -134,7 +134,7 @@ def _along_rows(x: Tensor, mx: bool) -> tuple[Tensor, Tensor]:
 
 
 def _reference(x: Tensor, mx: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return *_along_rows(x, mx), *_along_rows(x.t(), mx)
+    return *along_rows(x, mx), *along_rows(x.t(), mx)
 
 
 def _kernels(x: Tensor, mx: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:

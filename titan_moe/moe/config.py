@@ -91,6 +91,9 @@ class MoEConfig:
 
     experts: Literal["grouped", "sequential"] = "grouped"
     """'grouped': one grouped product; 'sequential': a loop over experts, the slow oracle."""
+    save: Literal["preact", "input", "preact_fp8"] = "preact"
+    """What grouped experts keep beside their input for backward: the pre-activation, nothing (their first linear runs
+    again), or the pre-activation in FP8, within 2^-4 of each value (gradients are then approximate)."""
     dispatcher: Literal["local", "allgather", "alltoall", "deepep", "hybridep"] = "local"
     """How tokens reach their experts."""
 
@@ -204,6 +207,11 @@ class MoEConfig:
             )
         if self.pad_to_capacity and self.capacity_factor is None:
             raise ConfigError("pad_to_capacity = True without a capacity. Set capacity_factor.")
+        if self.save != "preact" and self.experts == "sequential":
+            raise ConfigError(
+                f"save = {self.save!r} with experts = 'sequential', whose plain autograd keeps everything. Set "
+                "experts = 'grouped', or leave save out."
+            )
         padded = self.pad_to_capacity or self.pad_counts_to > 1
         if padded and self.weight_on == "input" and self.expert_linear_bias:
             raise ConfigError(

@@ -36,6 +36,7 @@ class Experts(nn.Module):
         self.backend = config.experts
         self.adds_b2 = True
         self.weight_on = config.weight_on
+        self.save = config.save
         self.activation = Activation(config.activation, config.activation_limit, config.activation_alpha)
         E, F_, D, n = config.num_experts, config.hidden_dim, config.expert_dim, 2 if config.gated else 1
         self.w1 = nn.Parameter(torch.empty(E, n, F_, D))
@@ -81,7 +82,7 @@ class Experts(nn.Module):
                 # Autocast knows linears, but not products over groups.
                 dtype = torch.get_autocast_dtype(device)
                 operands = tuple(None if t is None else t.to(dtype) for t in operands)
-            y = grouped_mlp(*operands, weights, offsets_E, self.activation, self.weight_on, route_map)
+            y = grouped_mlp(*operands, weights, offsets_E, self.activation, self.weight_on, route_map, self.save)
         return y if self.b2 is None or self.adds_b2 else self._keep_in_graph(y)
 
     def _keep_in_graph(self, y: Tensor, *empty: Tensor) -> Tensor:

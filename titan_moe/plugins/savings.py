@@ -58,6 +58,7 @@ class _Shape:
         self.norms *= attention.qk_norm
         moe = config.moe
         self.F, self.f, self.s = config.ffn_dim, moe.hidden_dim, moe.shared_hidden_dim
+        self.save = moe.save
         self.n, self.E, self.k, self.De = 2 if moe.gated else 1, moe.num_experts, moe.top_k, moe.expert_dim
 
 
@@ -98,7 +99,9 @@ def _shared_expert(x: _Shape) -> _PerToken:
 
 def _moe(x: _Shape) -> _PerToken:
     shared, shared_flops = _shared_expert(x)
-    rows = x.k * (x.n * x.f * x.b + x.w + 2 * 8)
+    width = x.n * x.f
+    z = {"preact": width * x.b, "input": 0, "preact_fp8": width + 4 * -(-width // 128)}[x.save]
+    rows = x.k * (z + x.w + 2 * 8)
     # Logits; ids and scores of the chosen; the sum of their scores where normalised; which rows are finite. A router
     # that computes in fp32 has its own copy of its input.
     router = x.E * x.w + x.k * (8 + x.w) + x.w + 1 + (x.D * x.w if x.b < x.w else 0)
