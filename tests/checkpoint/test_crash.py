@@ -200,11 +200,12 @@ def test_the_serial_counts_on_and_the_manifest_covers_every_file(tmp_path):
     assert manifest.files.keys() | {"manifest.json"} == {path.name for path in (tmp_path / "step-3").iterdir()}
 
 
-def save_onto_a_full_disk(folder, full_rank):
+def save_onto_a_full_disk(folder, full_rank, mode="disabled"):
     """The second save runs into a file-size limit on one rank, as it would into a full disk."""
-    checkpointer = Checkpointer(folder)
+    checkpointer = Checkpointer(folder, async_mode=mode)
     model, optimizer = start(dtype=torch.float32)
     checkpointer.save(1, model, optimizer)
+    checkpointer.wait()
     before = full_state(model, optimizer)
     model.big = nn.Parameter(torch.zeros(40_000 + full_rank))
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -215,6 +216,7 @@ def save_onto_a_full_disk(folder, full_rank):
             # Every rank writes as much, whichever the planner gives the shared tensor to.
             tensors = {"noise": torch.zeros(40_000)}
             checkpointer.save(2, model, optimizer, rank_tensors=tensors)
+            checkpointer.wait()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     del model.big
@@ -225,13 +227,14 @@ def save_onto_a_full_disk(folder, full_rank):
     assert not differences(full_state(fresh, fresh_optimizer), before)
 
 
-def test_a_full_disk_keeps_the_last_complete_checkpoint_and_removes_the_torn_one(tmp_path):
-    save_onto_a_full_disk(tmp_path, 0)
+@pytest.mark.parametrize("mode", ["disabled", "async"])
+def test_a_full_disk_keeps_the_last_complete_checkpoint_and_removes_the_torn_one(tmp_path, mode):
+    save_onto_a_full_disk(tmp_path, 0, mode)
 
 
-@pytest.mark.parametrize("full_rank", [0, 1])
-def test_a_full_disk_on_one_rank_raises_on_all(run_ranks, tmp_path, full_rank):
-    run_ranks(2, save_onto_a_full_disk, tmp_path, full_rank)
+@pytest.mark.parametrize("full_rank, mode", [(0, "disabled"), (1, "disabled"), (1, "async")])
+def test_a_full_disk_on_one_rank_raises_on_all(run_ranks, tmp_path, full_rank, mode):
+    run_ranks(2, save_onto_a_full_disk, tmp_path, full_rank, mode)
 
 
 def unusable_folders(folder):

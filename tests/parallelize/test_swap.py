@@ -38,6 +38,8 @@ _MLA = {"q_lora_rank": 6, "kv_lora_rank": 10, "qk_nope_head_dim": 4, "qk_rope_he
 _EXPERTS = {"moe_intermediate_size": 12, "num_experts_per_tok": 2}
 HF = {
     "Mixtral": {"num_local_experts": 8, "num_experts_per_tok": 2},
+    "Qwen2Moe": {**_EXPERTS, "num_experts": 8, "shared_expert_intermediate_size": 20, "norm_topk_prob": False},
+    "MiniMaxM2": {"head_dim": 4, "num_local_experts": 8, "num_experts_per_tok": 2},
     "Qwen3Moe": {**_EXPERTS, "head_dim": 4, "num_experts": 8, "norm_topk_prob": True},
     "DeepseekV3": {**_EXPERTS, **_SHARED, **_MLA, "n_group": 4, "topk_group": 2, "num_key_value_heads": 4},
     "Glm4Moe": {**_EXPERTS, **_SHARED, "n_group": 1, "topk_group": 1, "head_dim": 4, "use_qk_norm": True},
@@ -118,10 +120,12 @@ def hf_layout_errors(family, degrees, sequence_parallel):
 @pytest.mark.parametrize("family", HF)
 def test_transformers_models_under_tp_and_ep(run_ranks, family, sequence_parallel):
     degrees = {"tensor_parallel_degree": 2, "expert_parallel_degree": 2}
-    # DeepSeek's norm of the latent rounds to fp32 the gradient of each rank's heads, before they are summed.
-    limit = 1e-6 if family == "DeepseekV3" else 1e-10
+    # DeepSeek's norm of the latent rounds to fp32 the gradient of each rank's heads, before they are summed. MiniMax's
+    # norm over all heads rounds to fp32, ours, whose sum of squares crosses the ranks, does not.
+    limits = {"DeepseekV3": (1e-10, 1e-6), "MiniMaxM2": (1e-6, 1e-6)}
+    loss_limit, limit = limits.get(family, (1e-10, 1e-10))
     for loss_error, gradient_error, name in run_ranks(2, hf_layout_errors, family, degrees, sequence_parallel):
-        assert loss_error < 1e-10 and gradient_error < limit, name
+        assert loss_error < loss_limit and gradient_error < limit, name
 
 
 def test_qwen3_moe_under_tp_ep_and_fsdp(run_ranks):

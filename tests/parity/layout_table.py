@@ -157,6 +157,10 @@ SWITCHES = {
     "mixtral cp tp": (("mixtral",), {"cp": 2, "tp": 2, "ep": 2}),
     "glm4_moe tp ep pp": (("glm4_moe",), {"tp": 2, "ep": 4, "pp": 2}),
     "kimi_k2 hsdp tp ep": (("kimi_k2",), {"dpr": 2, "tp": 2, "ep": 4}),
+    "qwen2_moe tp4 ep": (("qwen2_moe",), {"tp": 4, "ep": 4}),
+    "qwen2_moe cp tp etp": (("qwen2_moe",), {"cp": 2, "tp": 2, "etp": 2}),
+    "minimax_m2 tp ep": (("minimax_m2",), {"tp": 2, "ep": 4}),
+    "minimax_m2 cp pp ep": (("minimax_m2",), {"cp": 2, "pp": 2, "ep": 2}),
 }
 
 SMALL_WORLDS = {

@@ -42,6 +42,10 @@ TINY: dict[str, dict[str, Any]] = {
     "qwen3_moe": _GQA,
     "mixtral": {**_GQA, "sliding_window": 5},
     "gpt_oss": {**_GQA, "sliding_window": 5},
+    # A gated shared expert, biased projections.
+    "qwen2_moe": {**_GQA, "shared_hidden_dim": 8},
+    # Norms over all heads.
+    "minimax_m2": {**_GQA, "rotary_dims": 2, "bias_update_speed": 0.01},
     "glm4_moe": {**_GQA, "ffn_dim": 24, "num_dense_layers": 1, "shared_hidden_dim": 8},
 }
 

@@ -54,9 +54,11 @@ DECODER: Plan = {
     "**.mlp.shared.down_proj": Rowwise(),
     "**.mlp.shared.gate": Replicate("gathered"),
     **{
-        f"**.mlp.shared_experts.{name}": style
+        f"**.mlp.{shared}.{name}": style
+        for shared in ("shared_expert", "shared_experts")
         for name, style in (("gate_proj", Colwise()), ("up_proj", Colwise()), ("down_proj", Rowwise()))
     },
+    "**.mlp.shared_expert_gate": Replicate(),
     # Routed experts; transformers calls most routers gates.
     "**.mlp.gate": Router(),
     "**.mlp.router": Router(),
@@ -75,4 +77,5 @@ PLANS["minimax_m2"] = DECODER | dict.fromkeys(("**.self_attn.q_norm", "**.self_a
 
 def plan_for(module: nn.Module) -> Plan:
     """The plan of ``module``'s family, or the common one where the family is unknown."""
-    return PLANS.get(getattr(getattr(module, "config", None), "family", ""), DECODER)
+    config = getattr(module, "config", None)
+    return PLANS.get(getattr(config, "family", getattr(config, "model_type", "")), DECODER)

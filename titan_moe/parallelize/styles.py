@@ -257,16 +257,16 @@ class SequenceParallel:
 
 @dataclass(frozen=True)
 class ShardedNorm:
-    """An RMSNorm over features that tp shares out: plain input and output, of this rank's features."""
+    """An RMSNorm, torch's or transformers', over features that tp shares out: plain input and output of this rank's."""
 
     def check(self, name: str, module: nn.Module, context: ApplyContext) -> None:
-        if not isinstance(module, nn.RMSNorm):
+        if not isinstance(module, nn.RMSNorm) and not hasattr(module, "variance_epsilon"):
             raise ConfigError(f"ShardedNorm on {name}, a {type(module).__name__}: it is for nn.RMSNorm.")
 
     def apply(self, name: str, module: nn.Module, context: ApplyContext) -> None:
         if context.tp_size == 1:
             return
-        features = module.weight.numel()
+        features, eps = module.weight.numel(), getattr(module, "variance_epsilon", None) or module.eps
         context.distribute(module, context.tp, weight=[Shard(0)])
 
         def around(self: nn.Module, inner: Callable, x: Tensor) -> Tensor:
@@ -274,7 +274,7 @@ class ShardedNorm:
             # Every rank's output depends on the sum, so its gradient is summed over the ranks too.
             squares = all_reduce(wide.square().sum(-1, keepdim=True), group=context.tp.get_group())
             with local_parameters(self, as_placed):
-                return (wide * (squares / features + self.eps).rsqrt() * self.weight).to(x.dtype)
+                return (wide * (squares / features + eps).rsqrt() * self.weight).to(x.dtype)
 
         wrap(module, "forward", around)
 

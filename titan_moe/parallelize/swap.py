@@ -77,6 +77,7 @@ class MoEAdapter:
         layout: how they are kept there.
         expert_bias: the selection bias ``[E]``, a buffer or a parameter anywhere in the block; None: it has none.
         shared: the module of the shared expert, used as it is; None: there is none.
+        shared_gate: the module whose output's sigmoid scales the shared expert's; None: there is none.
         returns_pair: the block returns a tuple, of which the first is the output; ours gives None for the second.
     """
 
@@ -87,6 +88,7 @@ class MoEAdapter:
     layout: Stacked | Listed = FUSED
     expert_bias: str | None = None
     shared: str | None = None
+    shared_gate: str | None = None
     returns_pair: bool = False
 
     def matches(self, module: nn.Module) -> bool:
@@ -138,10 +140,16 @@ def swap_moe(module: nn.Module, adapter: MoEAdapter | Literal["auto"] = "auto") 
 _DEEPSEEK = {"expert_bias": "gate.e_score_correction_bias", "shared": "shared_experts"}
 _TRANSFORMERS: dict[str, dict] = {
     "mixtral": {"block": "MixtralSparseMoeBlock"},
+    "qwen2_moe": {
+        "block": "Qwen2MoeSparseMoeBlock",
+        "shared": "shared_expert",
+        "shared_gate": "shared_expert_gate",
+    },
     "qwen3_moe": {"block": "Qwen3MoeSparseMoeBlock"},
     "deepseek_v2": {"block": "DeepseekV2Moe", "shared": "shared_experts"},
     "deepseek_v3": {"block": "DeepseekV3MoE", **_DEEPSEEK},
     "glm4_moe": {"block": "Glm4MoeMoE", **_DEEPSEEK},
+    "minimax_m2": {"block": "MiniMaxM2SparseMoeBlock", "expert_bias": "e_score_correction_bias"},
     "gpt_oss": {"block": "GptOssMLP", "router": "router", "layout": INTERLEAVED, "returns_pair": True},
 }
 
@@ -162,7 +170,7 @@ def transformers_adapter(module: nn.Module) -> MoEAdapter | None:
 
 
 def _swapped(block: nn.Module, adapter: MoEAdapter, name: str) -> MoE:
-    for part in (adapter.router, adapter.experts, adapter.expert_bias, adapter.shared):
+    for part in (adapter.router, adapter.experts, adapter.expert_bias, adapter.shared, adapter.shared_gate):
         if part is not None and not _has(block, part):
             raise ConfigError(f"{name}, a {type(block).__name__}, has no {part!r}. Name it in the MoEAdapter.")
     config = adapter.config(block)
@@ -183,6 +191,8 @@ def _swapped(block: nn.Module, adapter: MoEAdapter, name: str) -> MoE:
         aliases["shared"] = adapter.shared
         layer.shared = block.get_submodule(adapter.shared)
     _rename(layer, aliases)
+    if adapter.shared_gate is not None:
+        _scale_shared(layer, block, adapter.shared, adapter.shared_gate)
     if adapter.expert_bias is not None:
         _take_bias(layer, block, adapter.expert_bias, name)
     # Optimizers count parameters in this order.
@@ -271,6 +281,15 @@ def _rename(layer: MoE, aliases: Mapping[str, str]) -> None:
         layer.add_module(last, child)
         reads[ours] = property(attrgetter(theirs))
     layer.__class__ = type(type(layer).__name__, (type(layer),), reads)
+
+
+def _scale_shared(layer: MoE, block: nn.Module, shared: str, gate: str) -> None:
+    layer.add_module(gate, block.get_submodule(gate))
+
+    def scaled(self: MoE) -> Callable[[Tensor], Tensor]:
+        return lambda x: torch.sigmoid(self.get_submodule(gate)(x)) * self.get_submodule(shared)(x)
+
+    layer.__class__ = type(type(layer).__name__, (type(layer),), {"shared": property(scaled)})
 
 
 def _take_bias(layer: MoE, block: nn.Module, path: str, name: str) -> None:
