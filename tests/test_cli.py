@@ -41,11 +41,13 @@ def train(config):
     stop = []
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: stop.append(1))
+    # Unbuffered, print writes word by word, and the ranks share the pipe.
+    say = lambda line: os.write(1, (line + "\\n").encode())
     if mode == "wait":
-        os.write(1, f"pid {os.getpid()}\\n".encode())  # one write: the ranks share the pipe
+        say(f"pid {os.getpid()}")
     while mode != "ok" and not stop:
         time.sleep(0.02)
-    print("saved by rank", rank, "with", os.environ.get("OMP_NUM_THREADS"), "threads", flush=True)
+    say(f"saved by rank {rank} with {os.environ.get('OMP_NUM_THREADS')} threads")
 
 sys.modules["titan_moe.trainer"] = types.SimpleNamespace(train=train)
 """
