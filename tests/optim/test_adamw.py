@@ -7,6 +7,8 @@ import torch
 from sharded import LAYOUTS, build, differing, give_grads, run_steps, whole_state
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from titan_moe.checkpoint import Checkpointer
 from titan_moe.config.job import Optimizer
@@ -199,6 +201,34 @@ def test_every_layout_gives_the_bits_of_one_process(run_ranks, layout):
     for case, (options, dtype) in CASES.items():
         ranks = 3 if layout == "fsdp3" else 4
         assert run_ranks(ranks, run_layout, layout, options, dtype) == [[]] * ranks, case
+
+
+class Dispatched(TorchDispatchMode):
+    """Names of the operators that DTensor is asked for: it derives their placements, slowly the first time."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if any(issubclass(kind, DTensor) for kind in types):
+            self.names.add(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def run_watched():
+    names = {}
+    for case, (options, dtype) in CASES.items():
+        net, optimizer = started(options, "fsdp2_tp2_ep4", dtype=dtype, **WIDE)
+        give_grads(net, 0)
+        with Dispatched() as seen:
+            optimizer.step()
+        names[case] = seen.names
+    return names
+
+
+def test_the_first_step_works_on_parts_alone(run_ranks):
+    assert run_ranks(4, run_watched) == [{case: {"aten.detach.default"} for case in CASES}] * 4
 
 
 def run_uneven():

@@ -11,7 +11,8 @@ from torch.optim.adamw import adamw
 
 from titan_moe.kernels.adamw import Hyper, Stored, fused_adamw
 from titan_moe.kernels.backend import use_triton
-from titan_moe.optim.slot import PIECE, Piece, Slot, locals_of
+from titan_moe.optim.parts import locals_of
+from titan_moe.optim.slot import PIECE, Piece, Slot
 from titan_moe.optim.storage import Storage, storage_for
 
 

@@ -14,7 +14,8 @@ from torch.distributed.tensor import DTensor
 from titan_moe.distributed import all_reduce_max
 from titan_moe.errors import ConfigError
 from titan_moe.optim.matrices import MatrixPlan, plan_matrices
-from titan_moe.optim.slot import PIECE, Slot, States, local
+from titan_moe.optim.parts import local, zeros_like
+from titan_moe.optim.slot import PIECE, Slot, States
 from titan_moe.optim.storage import Storage, storage_for
 
 WAVE = 1 << 26
@@ -164,7 +165,7 @@ class Muon:
 
 
 def _grad(parameter: nn.Parameter) -> Tensor:
-    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+    return zeros_like(parameter, parameter.dtype) if parameter.grad is None else parameter.grad
 
 
 def _waves(slots: Sequence[Slot]) -> list[list[int]]:

@@ -11,9 +11,9 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
-from titan_moe.optim.slot import Slot, States, local
+from titan_moe.optim.parts import around, local
+from titan_moe.optim.slot import Slot, States
 
 
 class HostMemory:
@@ -120,7 +120,7 @@ class Offload:
         if slot.name in self.away:
             for key, value in state.items():
                 if key != "step" and not self.host.owns(local(value)):
-                    state[key] = _around(self.host.copy_of(local(value)), value)
+                    state[key] = around(self.host.copy_of(local(value)), value)
 
     def visit(self, parts: Sequence[Sequence[Slot]], states: States) -> Iterator[Sequence[Slot]]:
         """Each part in turn, its states on the device meanwhile, the next ones on their way."""
@@ -148,7 +148,7 @@ class Offload:
         homes = {}
         for (parameter, key), copy in zip(keys, copies, strict=True):
             homes[parameter, key] = states[parameter][key]
-            states[parameter][key] = _around(copy, states[parameter][key])
+            states[parameter][key] = around(copy, states[parameter][key])
         return homes
 
     def _leave(self, homes: dict, states: States) -> list[tuple[Tensor, Tensor]]:
@@ -169,11 +169,3 @@ def choose_slots(slots: Sequence[Slot], fraction: float) -> frozenset[str]:
         chosen.append(slot.name)
         size += slot.state_bytes()
     return frozenset(chosen)
-
-
-def _around(part: Tensor, like: Tensor) -> Tensor:
-    """``part`` laid out as ``like`` is, wherever ``part`` lies."""
-    if not isinstance(like, DTensor):
-        return part
-    # ``from_local`` would move it to the device of the mesh.
-    return DTensor(part, like._spec, requires_grad=False)

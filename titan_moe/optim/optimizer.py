@@ -13,8 +13,9 @@ from titan_moe.optim.adamw import Task, adamw_step, moments
 from titan_moe.optim.groups import Choice, by_choice, choose
 from titan_moe.optim.muon import Muon, momentum
 from titan_moe.optim.offload import HostMemory, Offload, choose_slots
+from titan_moe.optim.parts import local
 from titan_moe.optim.qk_clip import QKClip
-from titan_moe.optim.slot import Slot, local
+from titan_moe.optim.slot import Slot
 from titan_moe.optim.storage import storage_for
 
 
@@ -121,7 +122,8 @@ class Optimizer(torch.optim.Optimizer):
                 state |= slot.new_state()
             # What a checkpoint was loaded into may lie elsewhere.
             self.offload.send_home(slot, state)
-            state["step"] += 1
+        if slots:
+            torch._foreach_add_([self._states[slot.parameter]["step"] for slot in slots], 1)
 
     def _adamw(self, slots: Sequence[Slot], group: Mapping[str, Any]) -> None:
         tasks, returning = [], []

@@ -17,7 +17,8 @@ from torch.overrides import TorchFunctionMode
 from titan_moe.distributed import all_reduce_max, gather_objects
 from titan_moe.errors import ConfigError
 from titan_moe.modules import modules_by_name, parameters_by_name, wrap
-from titan_moe.optim.slot import Slot, local
+from titan_moe.optim.parts import local
+from titan_moe.optim.slot import Slot
 from titan_moe.optim.storage import compute_dtype
 
 ROWS = 256

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from titan_moe.distributed import local_box
+from titan_moe.optim.parts import local, locals_of, zeros_like
 from titan_moe.optim.rounding import join_master, places, seed_of, split_master, uniform
 from titan_moe.optim.storage import Chance, Storage, compute_dtype, rounded
 
@@ -51,7 +52,7 @@ class Slot:
         for storage in self.storages:
             state |= storage.new(parameter)
         if self.remainders:
-            state["remainder"] = torch.zeros_like(parameter, dtype=torch.int16)
+            state["remainder"] = zeros_like(parameter, torch.int16)
         if self.master:
             state |= self.master.new(parameter)
             if local(parameter).numel():
@@ -154,13 +155,3 @@ class Piece:
         """Where each row ``[n]`` of this slice begins in the flattened whole parameter, int64."""
         sizes = (*self.parameter.shape[:-1], 1)
         return places(self.slot.parameter.shape, self.offsets, sizes, self.parameter.device).flatten()
-
-
-def local(tensor: Tensor) -> Tensor:
-    """This rank's part of ``tensor``, sharing its memory."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def locals_of(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """``local`` of each."""
-    return {name: local(value) for name, value in tensors.items()}

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from titan_moe.errors import ConfigError
+from titan_moe.optim.parts import assembled, zeros_like
 from titan_moe.optim.rounding import BFLOAT16, FLOAT8, FLOAT16, Format, round_by_chance
 
 BLOCK = 32
@@ -56,7 +57,7 @@ class Storage:
             ConfigError: shards of the parameter would cut a block.
         """
         dtype = self.scaled.dtype if self.scaled else self.dtype
-        state = {self.name: torch.zeros_like(parameter, dtype=dtype, requires_grad=False)}
+        state = {self.name: zeros_like(parameter, dtype)}
         if self.scaled:
             state[f"{self.name}_scale"] = _new_scales(parameter)
         return state
@@ -145,11 +146,5 @@ def _new_scales(parameter: Tensor) -> Tensor:
     stride = [1]
     for size in reversed(shape[1:]):
         stride.insert(0, stride[0] * size)
-    return DTensor.from_local(
-        torch.zeros(sizes, dtype=torch.bfloat16, device=local.device),
-        mesh,
-        parameter.placements,
-        run_check=False,
-        shape=torch.Size(shape),
-        stride=tuple(stride),
-    )
+    part = torch.zeros(sizes, dtype=torch.bfloat16, device=local.device)
+    return assembled(part, parameter, torch.Size(shape), tuple(stride))
