@@ -1,7 +1,8 @@
 """Compile every kernel for the GPUs it is meant for, and check the machine code: ``python -m titan_moe.kernels.audit``.
 
-No GPU is needed. The operators run once on fake tensors of the shapes of real models; each launch they make is
-compiled as it would be on sm_80, sm_90 and sm_100, with the block sizes of ``launch.BLOCKS``. Then:
+No GPU is needed. The operators run once on fake tensors of the shapes of real models, AdamW on a matrix in each of its
+storages; each launch they make is compiled as it would be on sm_80, sm_90 and sm_100, with the block sizes of
+``launch.BLOCKS``. Then:
 
 - no stack and no spills (STL or LDL in the machine code: the resource table alone misses spills);
 - shared memory within the architecture's limit;
@@ -28,10 +29,11 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from titan_moe.kernels.activation import Activation
+from titan_moe.kernels.adamw import BLOCK, Hyper, Stored, fused_adamw
 from titan_moe.kernels.backend import set_backend
 from titan_moe.kernels.grouped_mlp import grouped_mlp
 from titan_moe.kernels.language import INTERPRETED
-from titan_moe.kernels.launch import assumed, observed
+from titan_moe.kernels.launch import architecture, assumed, observed
 from titan_moe.kernels.quant_rowcol import GROUP, quant_rowcol
 from titan_moe.kernels.quant_rows import dequant_rows, quant_rows
 from titan_moe.kernels.route_map import route_map, tiles_of
@@ -70,6 +72,18 @@ SHAPES = {
     "relu2": Shape(4096, 1536, 128, 8, "sqrtsoftplus", activation="relu2"),
     "input, biases": Shape(4096, 1536, 128, 8, bias=True, weight_on="input"),
     "float32": Shape(4096, 1536, 128, 8, dtype=torch.float32),
+}
+
+OPTIMIZER = "AdamW"
+"""Takes the place of a model's name for the optimizer's steps."""
+_FLOAT8 = torch.float8_e4m3fn
+# dtypes of the parameter and its moments, and what else is kept.
+STEPS = {
+    "bf16": (torch.float32, torch.bfloat16, torch.bfloat16, None),
+    "fp16": (torch.float32, torch.float16, torch.float16, None),
+    "fp8": (torch.float32, _FLOAT8, _FLOAT8, None),
+    "remainder": (torch.bfloat16, torch.bfloat16, torch.bfloat16, torch.int16),
+    "master": (torch.bfloat16, torch.bfloat16, _FLOAT8, torch.float32),
 }
 
 
@@ -166,6 +180,39 @@ def launches(model: str) -> Iterator[Launch]:
         yield Launch(model, kernel, args, meta, bound and bound(args))
 
 
+def steps() -> Iterator[Launch]:
+    """A step of AdamW on a matrix, for each way to store its state, rounded to nearest and by chance.
+
+    The bound is one pass: parameter, gradient, moments and master or remainder, a scale for each block that has one
+    and, by chance, the places of the rows.
+    """
+    rows, n = TOKENS, 7168
+    for kind, (dtype, first, second, extra) in STEPS.items():
+        if architecture(torch.device("cuda")) == "sm_80" and _FLOAT8 in (first, second):
+            continue
+        for by_chance in (False, True):
+            seen: list[tuple] = []
+            with FakeTensorMode(), observed(lambda *launched, seen=seen: seen.append(launched)):
+                parameter, grad = (torch.empty(rows, n, dtype=dtype) for _ in range(2))
+                stored = [_stored(rows, n, moment) for moment in (first, second)]
+                kept = {None: None, torch.int16: "remainder", torch.float32: "master"}[extra]
+                others = {} if kept is None else {kept: torch.empty(rows, n, dtype=extra)}
+                if by_chance:
+                    others["row_places"] = torch.empty(rows, dtype=torch.int64)
+                fused_adamw(parameter, grad, *stored, Hyper(1, 1e-3, 0.9, 0.95, 1e-8, 0.1), **others)
+            scaled = sum(moment.scale is not None for moment in stored)
+            width = 2 * dtype.itemsize + first.itemsize + second.itemsize + (extra.itemsize if extra else 0)
+            bound = rows * n * width + scaled * rows * n // BLOCK * 2 + by_chance * rows * 8
+            ((kernel, _, args, meta),) = seen
+            yield Launch(f"{kind}, by chance" if by_chance else kind, kernel, args, meta, bound)
+
+
+def _stored(rows: int, n: int, dtype: torch.dtype) -> Stored:
+    scaled = dtype in (torch.float16, _FLOAT8)
+    scale = torch.empty(rows, n // BLOCK, dtype=torch.bfloat16) if scaled else None
+    return Stored(torch.empty(rows, n, dtype=dtype), scale, seed=1)
+
+
 def _specialized(kernel: Any, args: tuple, meta: dict[str, Any]) -> tuple[dict, dict, dict, dict]:
     """Signature, constants, attributes and options, as Triton itself derives them at a launch."""
     from triton.runtime.jit import mangle_type
@@ -232,7 +279,7 @@ def audit(models: list[str], archs: list[str], jobs: int) -> list[Report]:
     reports = []
     for arch in archs:
         with assumed(arch):
-            found = [launch for model in models for launch in launches(model)]
+            found = [one for model in models for one in (steps() if model == OPTIMIZER else launches(model))]
         unique: dict[str, Launch] = {}
         for launch in found:
             unique.setdefault(
@@ -259,13 +306,14 @@ def _line(report: Report) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m titan_moe.kernels.audit", description=__doc__.splitlines()[0])
-    parser.add_argument("--model", action="append", choices=list(SHAPES), help="only this model's shapes; repeatable")
+    models = [*SHAPES, OPTIMIZER]
+    parser.add_argument("--model", action="append", choices=models, help="only this model's shapes; repeatable")
     parser.add_argument("--arch", action="append", choices=list(SHARED_LIMIT), help="only this one; repeatable")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="compilations at a time")
     options = parser.parse_args()
     if INTERPRETED:
         parser.error("TRITON_INTERPRET is set: there is nothing to compile. Unset it.")
-    reports = audit(options.model or list(SHAPES), options.arch or list(SHARED_LIMIT), options.jobs)
+    reports = audit(options.model or models, options.arch or list(SHARED_LIMIT), options.jobs)
     for report in reports:
         print(_line(report))
     broken = sum(bool(report.broken()) for report in reports)
