@@ -47,7 +47,7 @@ def _dry_run(mode: str, config: JobConfig, processes: int) -> None:
         raise ConfigError(f"COMM_MODE = {mode!r}: expected 'fake_backend', or nothing to train.")
     if not rank.isdecimal():
         raise ConfigError(f"RANK = {rank!r}: expected a number, from 0 to {processes - 1}.")
-    from titan_moe.parallelize.fake import fake_run
+    from titan_moe.dry_run import fake_run
 
     print(fake_run(config, int(rank), processes), flush=True)
 

@@ -2,11 +2,13 @@
 
 import weakref
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.module_tracker import ModuleTracker
@@ -33,11 +35,11 @@ class TensorTracker(TorchDispatchMode):
     def __init__(self, model: nn.Module | None = None) -> None:
         """
         Args:
-            model: leaves out the storages of its parameters and buffers, which FSDP makes anew.
+            model: ``alive`` leaves out the storages of its parameters and buffers, which FSDP makes anew.
         """
         super().__init__()
         self._modules = ModuleTracker()
-        self._names = {} if model is None else {id(module): name for name, module in model.named_modules()}
+        self._model = nn.Module() if model is None else model
         self._alive: dict[int, tuple[int, weakref.ref]] = {}
         self._made: list[Held] = []
         # The number of a storage when it is made, ~number when it is gone.
@@ -85,8 +87,11 @@ class TensorTracker(TorchDispatchMode):
         return "backward" if self._modules.is_bw else name or "outside"
 
     def alive(self) -> list[Held]:
-        """What is alive now, in the order it was made."""
-        return [self._made[number] for number in sorted(number for number, _ in self._alive.values())]
+        """What is alive now, in the order it was made, and as large as it is now: FSDP empties what it gathered."""
+        own = {_key(_local(t)) for t in chain(self._model.parameters(), self._model.buffers())}
+        there = sorted((number, ref()) for key, (number, ref) in self._alive.items() if key not in own)
+        sizes = [(self._made[number], storage.nbytes()) for number, storage in there]
+        return [replace(made, nbytes=nbytes) for made, nbytes in sizes if nbytes]
 
     def peak(self) -> list[Held]:
         """What was alive when most bytes were."""
@@ -104,6 +109,10 @@ class TensorTracker(TorchDispatchMode):
 def total_bytes(held: Iterable[Held]) -> int:
     """Sum over storages."""
     return sum(one.nbytes for one in held)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _key(tensor: Tensor) -> int:

@@ -36,10 +36,15 @@ def decays(name: str, parameter: torch.Tensor) -> bool:
     return parameter.ndim >= 2 and _BIAS.search(name) is None
 
 
-def choose(model: nn.Module, config: OptimizerConfig) -> list[tuple[str, nn.Parameter, Choice]]:
+def choose(model: nn.Module, config: OptimizerConfig, *, alone: bool = False) -> list[tuple[str, nn.Parameter, Choice]]:
     """Global name, parameter and choice of everything trainable.
 
     Muon takes what ``decays`` but embeddings and the head, unless a rule says otherwise.
+
+    Args:
+        model: or this rank's stages of it.
+        config: the optimizer's.
+        alone: do not ask other ranks whether every rule matches something.
 
     Raises:
         ConfigError: nothing is trainable, a rule's pattern matches no parameter of any rank, or Muon is to update
@@ -59,7 +64,7 @@ def choose(model: nn.Module, config: OptimizerConfig) -> list[tuple[str, nn.Para
         rule = rules[matches.index(True)] if any(matches) else None
         hidden = parameter not in embeddings and _HEAD.search(name) is None
         choices.append((name, parameter, _choice(name, parameter, rule, config, hidden)))
-    if rules:
+    if rules and not alone:
         # A stage of a pipeline has a part of the names.
         hits = all_reduce_max(used).tolist()
         unused = [rule.pattern for rule, hit in zip(rules, hits, strict=True) if not hit]

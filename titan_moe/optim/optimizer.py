@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -170,6 +170,29 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> Optimizer:
     if config.qk_clip_threshold is not None:
         clip = QKClip(model, config.qk_clip_threshold, choices[0][1])
     return Optimizer(groups, slots, _offload(choices, slots, config), _muon(choices, slots, config), clip)
+
+
+class OptimizerBytes(NamedTuple):
+    """Bytes on this rank between steps."""
+
+    gradients: int
+    state: int
+    """On the device."""
+    host_state: int
+
+
+def optimizer_bytes(model: nn.Module, config: OptimizerConfig) -> OptimizerBytes:
+    """What ``build_optimizer`` will come to hold, from parameters that may have no memory; asks no other rank."""
+    choices = choose(model, config, alone=True)
+    slots = {parameter: _slot(name, parameter, choice, config) for name, parameter, choice in choices}
+    away = _offload(choices, slots, config).away
+    sizes = [(slot.name in away, slot.state_bytes()) for slot in slots.values()]
+    kept = None if config.main_grad_dtype is None else getattr(torch, config.main_grad_dtype)
+    return OptimizerBytes(
+        gradients=sum(local(parameter).numel() * (kept or parameter.dtype).itemsize for parameter in slots),
+        state=round(sum(size for gone, size in sizes if not gone)),
+        host_state=round(sum(size for gone, size in sizes if gone)),
+    )
 
 
 def _group(choice: Choice, parameters: list[nn.Parameter], config: OptimizerConfig) -> dict[str, Any]:

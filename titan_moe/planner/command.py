@@ -147,14 +147,12 @@ def own_options(config: JobConfig, options: Options) -> Options:
     """``options`` for a run of this project's own trainer."""
     full = config.activation_checkpoint.mode == "full" or "recompute" in config.plugins.use
     recompute = options.recompute or (["full"] if full else [])
-    offload = options.offload or (["optimizer"] if config.optimizer.offload_fraction == 1 else [])
     dispatcher = config.moe.dispatcher if config.moe.dispatcher not in (None, "local") else options.dispatcher
     return replace(
         options,
         engine="titan",
         memory_efficient_permutation=True,
         recompute=recompute,
-        offload=offload,
         dispatcher=dispatcher,
     )
 

@@ -39,17 +39,21 @@ def _options(s: Shape, run: Run) -> list[tuple[str, Run]]:
         return choices
     if not run.memory_efficient_permutation:
         choices.append(("--memory-efficient-permutation", replace(run, memory_efficient_permutation=True)))
-    if run.moment_bytes > 2:
-        choices.append(("--moments bf16", replace(run, moment_bytes=2)))
+    if run.state_bytes > 8:
+        choices.append(("--moments bf16", replace(run, state_bytes=8, state_away=min(run.state_away, 8))))
     targets = ["layernorm", "moe_act", *(["mla_up_proj"] if s.latent else []), *(["mlp"] if s.num_dense else [])]
     choices += [
         (f"--recompute {target}", replace(run, recompute=[*run.recompute, target]))
         for target in [*targets, "shared_experts", "core_attn", "moe", "full"]
         if target not in run.recompute
     ]
+    if run.state_away == 0:
+        choices.append(
+            ("--offload optimizer", replace(run, offload=[*run.offload, "optimizer"], state_away=run.state_bytes))
+        )
     choices += [
         (f"--offload {target}", replace(run, offload=[*run.offload, target]))
-        for target in ("optimizer", "expert_fc1", "moe_act", "core_attn")
+        for target in ("expert_fc1", "moe_act", "core_attn")
         if target not in run.offload
     ]
     return choices

@@ -2,8 +2,9 @@
 
 Static bytes per parameter under the distributed optimizer: 2 weight (bf16), 4 gradient (fp32), 4 master and 4 + 4
 moments shared by d ranks, so 6 + 12 / d; d is the data-parallel size times cp for dense parameters, and the
-expert-data-parallel size for experts. Activations come from ``activations``, and the passes in flight from the order
-of ``schedules``. Written in the part of Python that ``to_js`` translates.
+expert-data-parallel size for experts. This project's own runs weigh what their configuration stores. Activations come
+from ``activations``, and the passes in flight from the order of ``schedules``. Written in the part of Python that
+``to_js`` translates.
 """
 
 from titan_moe.models.count import (
@@ -15,6 +16,7 @@ from titan_moe.models.count import (
 )
 from titan_moe.planner.activations import all_bytes, bytes_with, head_rows, layer_rows, mtp_rows, routed_rows, tokens_of
 from titan_moe.planner.own_activations import own_model_rows
+from titan_moe.planner.parameters import stage_entries
 from titan_moe.planner.schedules import folds, in_flight, keeps_all, order_of, rank_of, round_size
 
 GIB = 1024 * 1024 * 1024
@@ -52,22 +54,47 @@ def stage_parameters(s: object, run: object, stage: object) -> list:
 
 
 def static_bytes(run: object, elements: float, share: float) -> dict:
-    """Bytes of weights, gradients and optimizer of ``elements`` parameters that ``share`` ranks replicate."""
-    moments = 2 * run.moment_bytes
-    optimizer = (4 + moments) / share
-    if run.sharding == "fsdp":
-        # The shard is master and weight in one. What is gathered for compute, and what is not reduced yet, stay where
-        # nothing is freed between passes.
-        whole = 0 if run.reshard or share == 1 else 1
-        cast = 1 if whole == 1 or (share == 1 and run.compute_bytes != run.parameter_bytes and not run.reshard) else 0
-        return {
-            "weights": elements * (run.parameter_bytes / share + cast * run.compute_bytes),
-            "gradients": elements * (run.parameter_bytes / share + whole * run.parameter_bytes),
-            "optimizer": 0 if "optimizer" in run.offload else elements * moments / share,
-        }
-    if "optimizer" in run.offload:
-        optimizer = 0
-    return {"weights": elements * 2, "gradients": elements * 4, "optimizer": elements * optimizer}
+    """Bytes of weights, gradients and optimizer of ``elements`` parameters, whose state ``share`` ranks divide."""
+    state = run.state_bytes - run.state_away
+    return {"weights": elements * 2, "gradients": elements * 4, "optimizer": elements * state / share}
+
+
+def own_static_bytes(s: object, run: object, stage: object) -> dict:
+    """The same of one stage under this project's FSDP, whose shards are master and weight in one.
+
+    What is gathered for compute, and what is not reduced yet, stay where nothing is freed between passes.
+    """
+    parts = {"weights": 0, "gradients": 0, "optimizer": 0}
+    for group in stage_entries(s, stage, mtp_is_dense(s)):
+        for found in group[2]:
+            expert = found[3] == "ep"
+            share = run.expert_share if expert else run.dense_share
+            elements = group[1] * found[1]
+            if expert:
+                elements /= run.ep * run.etp
+            elif found[3] == "tp":
+                elements /= run.tp
+            stored = run.stored[group[0] + found[0]]
+            whole = 0 if run.reshard or share == 1 else 1
+            copied = share == 1 and run.compute_bytes != run.parameter_bytes and not run.reshard
+            parts["weights"] += elements * (stored[0] / share + (run.compute_bytes if whole == 1 or copied else 0))
+            parts["gradients"] += elements * (stored[1] / share + whole * run.parameter_bytes)
+            parts["optimizer"] += elements * stored[2] / share
+    return parts
+
+
+def add_static(s: object, run: object, stage: object, parts: dict) -> None:
+    """Add to ``parts`` what one stage holds for the whole run."""
+    found = []
+    if run.engine == "titan":
+        found.append(own_static_bytes(s, run, stage))
+    else:
+        elements = stage_parameters(s, run, stage)
+        found.append(static_bytes(run, elements[0], run.dense_share))
+        found.append(static_bytes(run, elements[1], run.expert_share))
+    for some in found:
+        for name in some:
+            parts[name] += some[name]
 
 
 def stage_rows(s: object, run: object, stage: object) -> list:
@@ -145,7 +172,7 @@ def buffer_rows(s: object, run: object, stages: list) -> list:
         for stage in stages:
             layers += len(stage.layers) + len(stage.mtp)
         rows.append(["graph buffers", 4 * t * s.dim * 2 * layers])
-    if run.sharding == "fsdp" and run.reshard:
+    if run.engine == "titan" and run.reshard:
         dense = dense_parameters(s, False, run.tp) + router_parameters(s)
         expert = s.experts / (run.ep * run.etp) * expert_parameters(s)
         # This block's parameters, the next one's, and this block's gradients before they are reduced.
@@ -184,11 +211,7 @@ def rank_memory(s: object, run: object, rank: int) -> dict:
     parts = {"weights": 0, "gradients": 0, "optimizer": 0}
     mine = held_stages(run, rank)
     for i in mine:
-        elements = stage_parameters(s, run, run.stages[i])
-        for pair in [[elements[0], run.dp * run.cp], [elements[1], run.edp]]:
-            found = static_bytes(run, pair[0], pair[1])
-            for name in found:
-                parts[name] += found[name]
+        add_static(s, run, run.stages[i], parts)
     flight = passes_in_flight(s, run, rank)
     share = tail_share(s, run)
     activations = 0
@@ -222,8 +245,8 @@ def report_memory(s: object, run: object) -> dict:
     layers = layers + 1 if layers * run.pp < s.num_layers + s.mtp else layers
     dense = layers * dense_parameters(s, False, run.tp)
     expert = layers * s.experts / (run.ep * run.etp) * expert_parameters(s)
-    parts = static_bytes(run, dense, run.dp * run.cp)
-    more = static_bytes(run, expert, run.edp)
+    parts = static_bytes(run, dense, run.dense_share)
+    more = static_bytes(run, expert, run.expert_share)
     passes = layers * (run.pp - 1) + layers / run.vpp * (run.pp - 1)
     activations = max(passes, layers) * bytes_with(layer_rows(s, run, False), run, "kept")
     weights = parts["weights"] + more["weights"]

@@ -93,17 +93,15 @@ def data_parallel_seconds(s: object, run: object, y: object, stages: list) -> fl
 
 
 def optimizer_seconds(s: object, run: object, y: object, stages: list) -> float:
-    """Seconds of the update: gradient, master and moments read, master, moments and weight written."""
+    """Seconds of the update: gradient and state read, state and weight written; what is away travels twice."""
     elements = 0
     for stage in stages:
         pair = stage_parameters(s, run, stage)
-        elements += pair[0] / (run.dp * run.cp) + pair[1] / run.edp
-    state = 4 + 2 * run.moment_bytes
-    bandwidth = y.memory_bandwidth * y.memory_efficiency
-    total = elements * (4 + 2 + 2 * state) / bandwidth
-    if "optimizer" in run.offload:
-        total += elements * 2 * state / y.host_bandwidth
-    return total
+        elements += pair[0] / run.dense_share + pair[1] / run.expert_share
+    # A master that is the parameter itself is read and written, too.
+    rest = 3 * run.parameter_bytes if run.engine == "titan" else 4 + 2
+    total = elements * (rest + 2 * run.state_bytes) / (y.memory_bandwidth * y.memory_efficiency)
+    return total + elements * 2 * run.state_away / y.host_bandwidth
 
 
 def offload_seconds(s: object, run: object, y: object, stage: object, compute: float) -> float:

@@ -11,6 +11,7 @@ from titan_moe.models.count import Shape, shape_of
 from titan_moe.parallelize.check import check_run
 from titan_moe.parallelize.layout import Stage
 from titan_moe.parallelize.stages import pipeline_stages
+from titan_moe.planner.storage import Stored, size_of, stored_bytes
 from titan_moe.planner.systems import System
 
 Precision = Literal["bf16", "fp8_block", "mxfp8", "nvfp4"]
@@ -95,15 +96,21 @@ class Run:
     ep_overlap: bool
     cuda_graph: bool
     memory_efficient_permutation: bool
-    moment_bytes: float
+    state_bytes: float
+    """Of the optimizer, on average for one parameter; the master counts unless it is the parameter itself."""
+    state_away: float
+    """Of those, on the host between steps."""
+    stored: dict[str, list[float]]
+    """This project's own runs: bytes of parameter, gradient and state on the device, by name; see ``storage``."""
+    dense_share: int
+    """Ranks that divide the optimizer's state of dense parameters among them."""
+    expert_share: int
     imbalance: float
     causal: bool
     lengths: list[int]
     rank_rule: str
     engine: str
     device: str
-    sharding: str
-    """``zero1``: the optimizer alone is shared by data-parallel ranks; ``fsdp``: parameters and gradients too."""
     reshard: bool
     """FSDP frees gathered parameters between passes."""
     parameter_bytes: float
@@ -146,6 +153,8 @@ def plan_of(config: JobConfig, gpus: int, options: Options, system: System) -> t
     mbs = parallelism.pipeline_parallel_microbatch_size if degrees.pp > 1 else batch.local
     titan = options.engine == "titan"
     dtype, compute = resolved_dtypes(config)
+    shape = shape_of(model)
+    stored = stored_bytes(config, model, shape) if titan else Stored({}, {"fp32": 12, "bf16": 8}[options.moments], 0)
     run = Run(
         gpus=gpus,
         tp=degrees.tp,
@@ -163,26 +172,18 @@ def plan_of(config: JobConfig, gpus: int, options: Options, system: System) -> t
         passes=batch.passes if degrees.pp > 1 else 1,
         schedule=parallelism.pipeline_parallel_schedule,
         stages=pipeline_stages(parallelism, model),
-        moment_bytes=_own_moment_bytes(config) if titan else {"fp32": 4, "bf16": 2}[options.moments],
-        sharding="fsdp" if titan else "zero1",
+        state_bytes=stored.state,
+        state_away=stored.away if titan or "optimizer" not in options.offload else stored.state,
+        stored=stored.by_name,
+        dense_share=degrees.dp_shard * degrees.cp if titan else dp * degrees.cp,
+        expert_share=degrees.edp_shard if titan else degrees.edp_replicate * degrees.edp_shard,
         reshard=titan and reshard_after_forward(parallelism),
-        parameter_bytes=_size(dtype) if titan else 4,
-        compute_bytes=_size(compute) if titan else 2,
+        parameter_bytes=size_of(dtype) if titan else 4,
+        compute_bytes=size_of(compute) if titan else 2,
         document_mask=titan and training.document_mask,
         **{f.name: getattr(options, f.name) for f in fields(Options) if f.name != "moments"},
     )
-    return shape_of(model), run
-
-
-def _size(dtype: str) -> int:
-    return {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "float8": 1}[dtype]
-
-
-def _own_moment_bytes(config: JobConfig) -> float:
-    """Bytes of one of the trainer's two moments, on average."""
-    usual = max(4, _size(resolved_dtypes(config)[0]))
-    stored = (config.optimizer.exp_avg_dtype, config.optimizer.exp_avg_sq_dtype)
-    return sum(usual if dtype is None else _size(dtype) for dtype in stored) / 2
+    return shape, run
 
 
 def _check_system(options: Options, system: System, model: ModelConfig) -> None:

@@ -360,7 +360,7 @@ def _write_toml(path: Path, best: Found) -> None:
     Raises:
         ConfigError: the dry run refuses it.
     """
-    from titan_moe.parallelize.fake import fake_run
+    from titan_moe.dry_run import fake_run
 
     config = config_of(best.flags)
     config.job.description = f"{best.flags.model} on {best.flags.gpus} x {best.flags.system}"

@@ -15,6 +15,7 @@ MODULES = (
     "titan_moe.planner.schedules",
     "titan_moe.planner.own_activations",
     "titan_moe.planner.activations",
+    "titan_moe.planner.parameters",
     "titan_moe.planner.memory",
     "titan_moe.planner.collectives",
     "titan_moe.planner.costs",

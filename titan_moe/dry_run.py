@@ -26,15 +26,17 @@ from titan_moe.moe import MoE
 from titan_moe.moe.balance import set_token_weight
 from titan_moe.moe.dispatch.alltoall import AllToAllDispatcher
 from titan_moe.moe.dispatch.base import GroupDispatcher
+from titan_moe.observe.memory import TensorTracker, total_bytes
+from titan_moe.optim import OptimizerBytes, choose, optimizer_bytes
 from titan_moe.parallelize.apply import parallelize
 from titan_moe.parallelize.check import check_run
 from titan_moe.parallelize.layout import Stage
 from titan_moe.parallelize.mesh import Meshes, build_meshes
 from titan_moe.parallelize.pipeline import Pipeline
 from titan_moe.parallelize.split import split_model
+from titan_moe.plugins import Application, PluginContext, chosen
 
 _DATA_AXES = ("dp_replicate", "fsdp", "edp_replicate", "edp_shard")
-_MOMENTS = 2
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,7 @@ class StageReport:
     local_parameters: int
     """Elements that this rank keeps."""
     shard_bytes: int
-    """The same in bytes; gradients weigh as much, and each of AdamW's two moments."""
+    """The same in bytes."""
     gathered_bytes: int
     """All parameters of the stage as gathered for compute."""
     output: str
@@ -65,6 +67,7 @@ class FakeReport:
     rank: int
     degrees: Degrees
     stages: tuple[StageReport, ...]
+    optimizer: OptimizerBytes
     model_parameters: int
     """Elements of the whole model, its shared ones once."""
     micro_batches: int
@@ -82,12 +85,14 @@ class FakeReport:
         dense, expert = (_axes(place) for place in self.degrees.coordinates(self.rank))
         shards = sum(stage.shard_bytes for stage in self.stages)
         gathered = sum(stage.gathered_bytes for stage in self.stages)
+        host = f", {_gib(self.optimizer.host_state)} on the host" if self.optimizer.host_state else ""
         lines = [
             f"rank {self.rank} of {self.degrees.world}, a dry run",
             f"  dense   {_axes(self.degrees.dense)}; here {dense}",
             f"  expert  {_axes(self.degrees.expert)}; here {expert}",
             f"  model   {self.model_parameters:,} parameters; here {self.local_parameters:,}",
-            f"  memory  {_gib(shards)} parameters, {_gib(shards)} gradients, {_gib(_MOMENTS * shards)} optimizer; "
+            f"  memory  {_gib(shards)} parameters, {_gib(self.optimizer.gradients)} gradients, "
+            f"{_gib(self.optimizer.state)} optimizer{host}; "
             f"{_gib(gathered)} gathered, {'kept' if self.keeps_gathered else 'block by block'}",
             f"  step    {self.micro_batches} micro-batches",
         ]
@@ -110,15 +115,20 @@ def fake_run(config: JobConfig, rank: int, world: int) -> FakeReport:
         raise ConfigError(f"RANK = {rank}: with NGPU = {world} processes ranks are 0 to {world - 1}.")
     start = perf_counter()
     model_config, degrees, batch = check_run(config, world)
+    with torch.device("meta"):
+        whole = from_config(model_config)
+    # Whether every rule matches something; a rank of a pipeline has only some of the names.
+    choose(whole, config.optimizer)
     with _fake_world(rank, world):
         meshes = build_meshes(config.parallelism)
-        stages = _stages(config, model_config, meshes)
+        stages, optimizer = _stages(config, model_config, meshes)
     per_pass = batch.local // config.parallelism.pipeline_parallel_microbatch_size if degrees.pp > 1 else 1
     return FakeReport(
         rank=rank,
         degrees=degrees,
         stages=stages,
-        model_parameters=_whole_model(model_config),
+        optimizer=optimizer,
+        model_parameters=sum(parameter.numel() for parameter in whole.parameters()),
         micro_batches=per_pass * batch.passes,
         keeps_gathered=not reshard_after_forward(config.parallelism),
         seconds=perf_counter() - start,
@@ -140,7 +150,9 @@ def _fake_world(rank: int, world: int) -> Iterator[None]:
         debug._clear_sharding_prop_cache()
 
 
-def _stages(config: JobConfig, model_config: ModelConfig, meshes: Meshes) -> tuple[StageReport, ...]:
+def _stages(
+    config: JobConfig, model_config: ModelConfig, meshes: Meshes
+) -> tuple[tuple[StageReport, ...], OptimizerBytes]:
     parallelism, degrees = config.parallelism, meshes.degrees
     dtype, compute_dtype = (getattr(torch, name) for name in resolved_dtypes(config))
     default = torch.get_default_dtype()
@@ -149,7 +161,9 @@ def _stages(config: JobConfig, model_config: ModelConfig, meshes: Meshes) -> tup
         modules = split_model(model_config, parallelism, meshes.dense.get_local_rank("pp"))
     finally:
         torch.set_default_dtype(default)
+    plugins = Application(chosen(config), PluginContext(config, torch.device("meta")))
     for module in modules.values():
+        plugins.apply(module)
         parallelize(
             module,
             meshes,
@@ -159,6 +173,7 @@ def _stages(config: JobConfig, model_config: ModelConfig, meshes: Meshes) -> tup
             reshard_after_forward=reshard_after_forward(parallelism),
         )
         _even_dispatch(module)
+    optimizer = optimizer_bytes(nn.ModuleList(modules.values()), config.optimizer)
     rows = resolve_batch(config, degrees.dp_replicate * degrees.dp_shard).local
     if degrees.pp > 1:
         rows = parallelism.pipeline_parallel_microbatch_size
@@ -177,7 +192,7 @@ def _stages(config: JobConfig, model_config: ModelConfig, meshes: Meshes) -> tup
             reports.append(_report(index, pipeline.layout[index], module, compute_dtype, output, saved))
             # Its gathered parameters and gradients are not wanted any more.
             module.to_empty(device="meta")
-    return tuple(reports)
+    return tuple(reports), optimizer
 
 
 def _micro_batch(model_config: ModelConfig, rows: int, seq_len: int, cp: int) -> dict[str, Tensor]:
@@ -196,24 +211,14 @@ def _forward_backward(
     pipeline: Pipeline, index: int, entering: Tensor, micro: Mapping[str, Tensor]
 ) -> tuple[Tensor | tuple[Tensor, ...], int]:
     """One micro-batch through one stage and back: what left it, and the bytes kept for the way back."""
-    storages: dict[int, torch.UntypedStorage] = {}
-
-    def pack(tensor: Tensor) -> Tensor:
-        storage = _local(tensor).untyped_storage()
-        storages[storage._cdata] = storage
-        return tensor
-
-    module = pipeline.by_index[index]
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+    with TensorTracker(pipeline.by_index[index]) as tracker:
         output = pipeline.forward_stage(index, entering, micro)
         if index + 1 == len(pipeline.layout):
             weight = pipeline.model_config.mtp_loss_weight
             total = token_losses(output, micro["labels"], None, weight, micro.get("mtp_labels")).total
         else:
             total = output
-    # While gathered, parameters are saved too, but belong to no micro-batch.
-    held = {_local(parameter).untyped_storage()._cdata for parameter in module.parameters()}
-    saved = sum(storage.nbytes() for key, storage in storages.items() if key not in held)
+        saved = total_bytes(tracker.alive())
     total.backward(torch.empty_like(total))
     return output, saved
 
@@ -257,11 +262,6 @@ def _gathered(parameter: Tensor) -> int:
                 piece = -(-sizes[placement.dim] // count)
                 sizes[placement.dim] = max(0, min(piece, sizes[placement.dim] - at * piece))
     return prod(sizes)
-
-
-def _whole_model(model_config: ModelConfig) -> int:
-    with torch.device("meta"):
-        return sum(parameter.numel() for parameter in from_config(model_config).parameters())
 
 
 class _EvenDispatcher(AllToAllDispatcher):

@@ -12,15 +12,15 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from titan_moe.config import JobConfig, load_config
+from titan_moe.dry_run import fake_run
 from titan_moe.errors import ConfigError
 from titan_moe.models import config as model_config
 from titan_moe.models import init_parameters
 from titan_moe.parallelize.apply import parallelize
-from titan_moe.parallelize.fake import fake_run
 from titan_moe.parallelize.mesh import build_meshes
 from titan_moe.parallelize.split import split_model
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 BIG = ROOT / "train_configs" / "deepseek_v3_671b_h100.toml"
 KEYS = {
     "dpr": "data_parallel_replicate_degree",
@@ -106,6 +106,47 @@ def test_activations_grow_with_the_micro_batch():
     config.training.seq_len *= 2
     config.model.override["max_seq_len"] = 64
     assert 1.9 < fake_run(config, 0, 2).stages[0].saved_bytes / small < 2.6
+
+
+@pytest.mark.parametrize(
+    ("keys", "gradients", "state", "away"),
+    [
+        ({}, 4, 8, 0),
+        ({"exp_avg_dtype": "bfloat16", "exp_avg_sq_dtype": "bfloat16", "main_grad_dtype": "bfloat16"}, 2, 4, 0),
+        ({"name": "Muon", "groups": [{"pattern": "**.weight", "optimizer": "AdamW"}]}, 4, None, 0),
+        ({"offload_fraction": 1.0}, 4, 0, 8),
+    ],
+)
+def test_the_optimizer_weighs_what_it_will_store(keys, gradients, state, away):
+    config = job(tp=2, ep=2)
+    for name, value in keys.items():
+        setattr(config.optimizer, name, value)
+    report = fake_run(config, 1, 4)
+    count = report.local_parameters
+    if state is None:
+        # Muon keeps one moment of the experts, AdamW two of the rest.
+        moe_layers = 5
+        experts = moe_layers * 8 * 3 * SIZES["dim"] * SIZES["hidden_dim"] // 4
+        state = 4 * (2 * count - experts) / count
+    assert report.optimizer == (gradients * count, pytest.approx(state * count), away * count)
+
+
+def test_rules_are_checked_on_the_whole_model():
+    config = job(pp=2)
+    config.optimizer.groups = [{"pattern": "lm_head.weight", "lr": 1e-3}]
+    fake_run(config, 0, 2)
+    config.optimizer.groups = [{"pattern": "lm_haed.weight", "lr": 1e-3}]
+    with pytest.raises(ConfigError, match="matches no trainable parameter"):
+        fake_run(config, 0, 2)
+
+
+@pytest.mark.parametrize("section", [{"mode": "full"}, {"mode": "targets", "targets": ["layernorm", "mlp"]}])
+def test_a_micro_batch_keeps_less_with_recompute(section):
+    config = job(tp=2)
+    plain = fake_run(config, 0, 2).stages[0].saved_bytes
+    for name, value in section.items():
+        setattr(config.activation_checkpoint, name, value)
+    assert fake_run(config, 0, 2).stages[0].saved_bytes < 0.9 * plain
 
 
 def test_what_cannot_run_is_refused():
