@@ -125,7 +125,7 @@ def test_the_optimizer_weighs_what_it_will_store(keys, gradients, state, away):
     count = report.local_parameters
     if state is None:
         # Muon keeps one moment of the experts, AdamW two of the rest.
-        moe_layers = 5
+        moe_layers = 4
         experts = moe_layers * 8 * 3 * SIZES["dim"] * SIZES["hidden_dim"] // 4
         state = 4 * (2 * count - experts) / count
     assert report.optimizer == (gradients * count, pytest.approx(state * count), away * count)
