@@ -140,7 +140,7 @@ def test_rules_are_checked_on_the_whole_model():
         fake_run(config, 0, 2)
 
 
-@pytest.mark.parametrize("section", [{"mode": "full"}, {"mode": "targets", "targets": ["layernorm", "mlp"]}])
+@pytest.mark.parametrize("section", [{"mode": "full"}, {"mode": "targets", "targets": ["mla_up_proj", "core_attn"]}])
 def test_a_micro_batch_keeps_less_with_recompute(section):
     config = job(tp=2)
     plain = fake_run(config, 0, 2).stages[0].saved_bytes
