@@ -173,7 +173,11 @@ def flops(model: Decoder, rows: int = 2) -> int:
     def down(a, w2, *_, out_shape) -> int:
         return 2 * a[0] * a[1] * w2[1]
 
-    products = {torch.ops.titan_moe.gather_up: up, torch.ops.titan_moe.down: down}
+    def both(x, w1, b1, w2, b2, weights, slot_of, *_, out_shape) -> int:
+        return 2 * slot_of[0] * w2[1] * w2[2] * (w1[1] + 1)
+
+    operators = torch.ops.titan_moe
+    products = {operators.gather_up: up, operators.down: down, operators.mlp_cpu: both}
     with FlopCounterMode(display=False, custom_mapping=products) as counter:
         token_losses(model(ids), labels, None, 0.3).total.backward()
     return counter.get_total_flops()

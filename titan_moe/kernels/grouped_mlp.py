@@ -31,6 +31,7 @@ from titan_moe.kernels.down import down
 from titan_moe.kernels.down_dgrad import down_dgrad
 from titan_moe.kernels.gather_up import gather_up
 from titan_moe.kernels.grouped_mm import unused_rows
+from titan_moe.kernels.mlp_cpu import in_pieces, mlp_cpu, mlp_cpu_backward
 from titan_moe.kernels.quant_rows import dequant_rows, quant_rows
 from titan_moe.kernels.route_map import RouteMap
 from titan_moe.kernels.up_dgrad import up_dgrad
@@ -43,6 +44,12 @@ class _GroupedMLP(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, w1, w2, b1, b2, weights, offsets, row_of, slot_of, tiles, slots_per_token, act, on_input, save):
         kind = act.kind, act.limit, act.alpha, on_input
+        maps = weights, offsets, row_of, slot_of, tiles
+        ctx.kind, ctx.slots_per_token, ctx.save = kind, slots_per_token, save
+        if in_pieces(x):
+            y, kept = mlp_cpu(x, w1, b1, w2, b2, weights, slot_of, offsets, slots_per_token, *kind, save)
+            ctx.save_for_backward(x, w1, w2, b1, b2, *maps, *kept)
+            return y
         z, a = gather_up(x, w1, b1, weights, slot_of, offsets, tiles, slots_per_token, *kind)
         y = down(a, w2, b2, weights, slot_of, offsets, tiles, not on_input)
         if row_of is not None:
@@ -52,9 +59,7 @@ class _GroupedMLP(torch.autograd.Function):
             kept = (z,)
         elif save == "preact_fp8":
             kept = quant_rows(z)
-        bias = b1 if on_input or save == "input" else None
-        ctx.save_for_backward(x, w1, w2, bias, b2, weights, offsets, row_of, slot_of, tiles, *kept)
-        ctx.kind, ctx.slots_per_token, ctx.has_b1, ctx.save = kind, slots_per_token, b1 is not None, save
+        ctx.save_for_backward(x, w1, w2, b1, b2, *maps, *kept)
         return y
 
     @staticmethod
@@ -62,6 +67,12 @@ class _GroupedMLP(torch.autograd.Function):
     def backward(ctx, do):
         x, w1, w2, b1, b2, weights, offsets, row_of, slot_of, tiles, *kept = ctx.saved_tensors
         on_input, K = ctx.kind[-1], ctx.slots_per_token
+        if in_pieces(x):
+            operands = w1, b1, w2, b2, weights, slot_of, offsets, K, *ctx.kind, ctx.save
+            dx, dw1, dw2, db1, db2, dweights = mlp_cpu_backward(do, x, kept, *operands, ctx.needs_input_grad[0])
+            dx = dx if ctx.needs_input_grad[0] else None
+            db1 = None if b1 is None else db1.view_as(b1)
+            return dx, dw1, dw2, db1, None if b2 is None else db2, dweights, *(None,) * 8
         if ctx.save == "input":
             z, _ = gather_up(x, w1, b1, weights, slot_of, offsets, tiles, K, *ctx.kind)
         else:
@@ -77,7 +88,7 @@ class _GroupedMLP(torch.autograd.Function):
         bias = b2 is not None, not on_input
         dw2, db2 = wgrad(dy, sa, weights, slot_of, offsets, K, gather and K_dy > 0, False, False, *bias, None)
         del dy, sa
-        dw1, db1 = wgrad(dz, x, weights, slot_of, offsets, K, False, gather, on_input, ctx.has_b1, False, None)
+        dw1, db1 = wgrad(dz, x, weights, slot_of, offsets, K, False, gather, on_input, b1 is not None, False, None)
         dx = None
         if ctx.needs_input_grad[0]:
             dx = up_dgrad(dz, w1, weights, slot_of, offsets, tiles, on_input)
@@ -87,7 +98,7 @@ class _GroupedMLP(torch.autograd.Function):
             dweights = sum_weights(dweights, row_of)
         else:
             dx, dweights = sum_rows_and_weights(dx, row_of, dweights)
-        db1 = db1.view(w1.shape[:3]) if ctx.has_b1 else None
+        db1 = None if b1 is None else db1.view_as(b1)
         db2 = None if b2 is None else db2
         return dx, dw1.view_as(w1), dw2, db1, db2, dweights.view_as(weights), *(None,) * 8
 
