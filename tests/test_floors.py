@@ -11,7 +11,7 @@ PACKAGE = Path(__file__).parents[1] / "titan_moe"
 
 FLOORS = {
     5: ("train", "cli", "launch", "doctor"),
-    4: ("trainer", "generate", "convert", "memory", "rl", "planner", "dry_run"),
+    4: ("trainer", "rerun", "generate", "convert", "memory", "rl", "planner", "dry_run"),
     3: ("parallelize", "fsdp_ep", "float8", "plugins", "optim", "checkpoint", "data", "observe"),
     2: ("models", "hf"),
     1: ("moe",),
@@ -24,6 +24,7 @@ NEIGHBOURS = {
     ("launch", "train"),
     ("generate", "trainer"),
     ("trainer", "planner"),
+    ("trainer", "rerun"),
     ("planner", "dry_run"),
     ("hf", "models"),
     ("parallelize", "fsdp_ep"),

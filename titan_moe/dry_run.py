@@ -282,7 +282,7 @@ class _EvenDispatcher(AllToAllDispatcher):
 
 def _even_dispatch(module: nn.Module) -> None:
     for layer in module.modules():
-        if isinstance(layer, MoE) and isinstance(layer.dispatcher, GroupDispatcher):
+        if isinstance(layer, MoE) and isinstance(layer.dispatcher, GroupDispatcher) and layer.dispatcher.host_syncs:
             old = layer.dispatcher
             layer.dispatcher = _EvenDispatcher(old.num_experts, old.group, old.etp_size)
 

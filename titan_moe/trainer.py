@@ -34,12 +34,14 @@ from titan_moe.hf import attach_origin, export_dtype, load_hf_weights, save_hf
 from titan_moe.hf.config import config_to_hf
 from titan_moe.kernels.backend import set_backend
 from titan_moe.models.loss import IGNORE
+from titan_moe.moe.bound import unbounded
 from titan_moe.observe import MetricsLogger, Profiler, flops_per_token
 from titan_moe.optim import LossScaler, LRSchedule, build_optimizer, clip_grad_norm, set_lr
 from titan_moe.parallelize import Pipeline, Whole, build_meshes, build_model, check_run, shard_sequence
 from titan_moe.parallelize.signature import check_signature, signature_of_config, signature_of_parameters
 from titan_moe.planner.foresight import Foresight
 from titan_moe.plugins import Application, Plugin, PluginContext, chosen
+from titan_moe.rerun import Rerun
 
 _LONG_WAIT_SECONDS = 1.0
 
@@ -100,6 +102,8 @@ class Trainer:
         modules = self.runner.modules
         self.model = modules[0] if len(modules) == 1 else nn.ModuleList(modules)
         self.optimizer = build_optimizer(self.model, config.optimizer)
+        bounded = self.model_config.moe.recv_capacity_factor is not None
+        self.rerun = Rerun(self.model, self.optimizer, self.device, bounded)
         self.schedule = LRSchedule(config.lr_scheduler, config.optimizer.lr, config.training.steps)
         self.scaler = LossScaler(enabled=self.compute_dtype == "float16")
         self.checkpointer = None
@@ -328,26 +332,13 @@ class Trainer:
         n_valid = dist.all_reduce_sum(valid * self.counts_tokens)
         # Auxiliary losses carry the same factor as the main loss.
         weight = self.scaler.scale / n_valid.clamp(min=1).double()
-        # Main and MTP loss, whether this rank is asked to stop, and whether it failed to write a checkpoint.
-        sums = torch.zeros(4, dtype=torch.float64, device=self.device)
-        for i, batch in enumerate(micro):
-            with self.foresight.first_micro_batch(self.step_done + 1 if i == 0 else 0, self.model):
-                sums[:2] += self.runner.train_step(batch, weight, last=i == len(micro) - 1)
-        self.scaler.unscale(self.model.parameters())
-        grad_norm = clip_grad_norm(
-            self.model.parameters(),
-            self.config.training.max_norm,
-            pp=self.config.parallelism.pipeline_parallel_degree,
-            copies=self.runner.replicated_over_pp,
-        )
-        own_loss = sums[0].clone()
-        sums *= self.reports_loss
-        sums[2] = float(self.stop_asked)
-        sums[3] = float(self.checkpointer is not None and self.checkpointer.failed)
-        # The one place where the host waits for the device.
-        main_sum, mtp_sum, stop, save_failed, norm, tokens = torch.stack(
-            [*dist.all_reduce_sum(sums), grad_norm.double(), n_valid.double()]
-        ).tolist()
+        self.rerun.begin()
+        overflow, own_loss, *numbers = self._passes(micro, n_valid, weight)
+        if overflow:
+            self.logger.message(f"step {self.step_done + 1} passed moe.recv_capacity_factor and runs again without it")
+            with self.rerun.without_bound():
+                _, own_loss, *numbers = self._passes(micro, n_valid, weight)
+        main_sum, mtp_sum, stop, save_failed, norm, tokens = numbers
         loss, mtp_loss = main_sum / max(tokens, 1), mtp_sum / max(tokens, 1)
         self.save_failed = bool(save_failed)
         if stop:
@@ -376,6 +367,36 @@ class Trainer:
         if not finite:
             metrics["skipped"] = self.skipped_in_row
         self.logger.log_step(self.step_done, metrics, self._moe_metrics(moe, scale))
+
+    def _passes(self, micro: list[dict[str, Tensor]], n_valid: Tensor, weight: Tensor) -> tuple:
+        """Forward and backward passes of a step.
+
+        Returns:
+            how many ranks passed the bound on received rows; this rank's own loss, on the device; and over all ranks
+            the main and the MTP loss, how many are asked to stop, how many failed to write a checkpoint, the
+            gradient's norm, valid tokens.
+        """
+        sums = torch.zeros(5, dtype=torch.float64, device=self.device)
+        for i, batch in enumerate(micro):
+            with self.foresight.first_micro_batch(self.step_done + 1 if i == 0 else 0, self.model):
+                sums[:2] += self.runner.train_step(batch, weight, last=i == len(micro) - 1)
+        self.scaler.unscale(self.model.parameters())
+        grad_norm = clip_grad_norm(
+            self.model.parameters(),
+            self.config.training.max_norm,
+            pp=self.config.parallelism.pipeline_parallel_degree,
+            copies=self.runner.replicated_over_pp,
+        )
+        own_loss = sums[0].clone()
+        sums *= self.reports_loss
+        sums[2] = float(self.stop_asked)
+        sums[3] = float(self.checkpointer is not None and self.checkpointer.failed)
+        sums[4] = self.rerun.overflow()
+        # The one place where the host waits for the device.
+        *numbers, overflow, norm, tokens = torch.stack(
+            [*dist.all_reduce_sum(sums), grad_norm.double(), n_valid.double()]
+        ).tolist()
+        return overflow, own_loss, *numbers, norm, tokens
 
     def _local(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         """The batch on the device, and of its sequences the part that is this rank's."""
@@ -413,12 +434,13 @@ class Trainer:
         """Mean loss over the validation batches, the same ones every time."""
         bytes_V = self.tokenizer.token_bytes().to(self.device)
         sums = torch.zeros(3, dtype=torch.float64, device=self.device)
-        for batch in map(self._local, self.val_loader):
-            labels = batch["labels"]
-            valid = labels != IGNORE
-            counts = torch.stack([valid.sum(), (bytes_V[labels.clamp(min=0)] * valid).sum()])
-            sums[0] += self.runner.evaluate(batch) * self.reports_loss
-            sums[1:] += counts * self.counts_tokens
+        with unbounded(self.rerun.dispatchers):
+            for batch in map(self._local, self.val_loader):
+                labels = batch["labels"]
+                valid = labels != IGNORE
+                counts = torch.stack([valid.sum(), (bytes_V[labels.clamp(min=0)] * valid).sum()])
+                sums[0] += self.runner.evaluate(batch) * self.reports_loss
+                sums[1:] += counts * self.counts_tokens
         loss, tokens, n_bytes = dist.all_reduce_sum(sums).tolist()
         self.logger.log_validation(
             self.step_done,

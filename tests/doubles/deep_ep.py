@@ -30,6 +30,12 @@ def _all_to_all(rows, send, receive, group):
     return out
 
 
+def _filled(rows, size, value=float("nan")):
+    """Up to ``size`` rows, where that is not 0."""
+    assert not size or rows.shape[0] <= size
+    return torch.cat([rows, rows.new_full((size - rows.shape[0], *rows.shape[1:]), value)]) if size else rows
+
+
 def _sum_by(rows, index, size):
     """Rows summed where ``index`` says, in the order of the rows."""
     out = rows.new_zeros(size, *rows.shape[1:])
@@ -106,6 +112,7 @@ class Buffer:
         topk_idx=None,
         topk_weights=None,
         expert_alignment=1,
+        num_worst_tokens=0,
         config=None,
         previous_event=None,
         async_finish=False,
@@ -116,8 +123,8 @@ class Buffer:
         assert x.shape[1] * max(x.element_size(), 2) * self.group_size <= self.num_nvl_bytes
         if handle is not None:
             assert topk_idx is None and topk_weights is None
-            tokens, send, receive = handle[:3]
-            recv_x = _all_to_all(x[tokens], send, receive, self.group)
+            tokens, send, receive, _, _, worst = handle
+            recv_x = _filled(_all_to_all(x[tokens], send, receive, self.group), worst)
             return recv_x, None, None, None, None, self._finish([recv_x], async_finish)
         assert num_tokens_per_rank is not None and is_token_in_rank is not None and num_tokens_per_expert is not None
         assert topk_weights.dtype == torch.float32 or x.dtype == torch.float64 == topk_weights.dtype
@@ -138,7 +145,12 @@ class Buffer:
         recv_weights = recv_weights.masked_fill(elsewhere, 0.0)
         sizes = [int((recv_idx == e).sum()) for e in range(block)]
         sizes = [-(-n // expert_alignment) * expert_alignment for n in sizes]
-        handle = tokens, send, receive, x.shape[0], elsewhere
+        handle = tokens, send, receive, x.shape[0], elsewhere, num_worst_tokens
+        if num_worst_tokens:
+            # No host knows how many arrive: buffers of the most that may, ids of -1 where none did, and no list.
+            sizes = []
+            recv_x, recv_weights = (_filled(t, num_worst_tokens) for t in (recv_x, recv_weights))
+            recv_idx = _filled(recv_idx, num_worst_tokens, -1)
         event = self._finish([recv_x, recv_weights], async_finish)
         return recv_x, recv_idx, recv_weights, sizes, handle, event
 
@@ -153,12 +165,14 @@ class Buffer:
         allocate_on_comm_stream=False,
     ):
         self._begin(previous_event, async_finish, allocate_on_comm_stream)
-        tokens, send, receive, T, _ = handle
-        assert x.dim() == 2 and x.is_contiguous() and x.shape[0] == sum(receive)
+        tokens, send, receive, T, _, worst = handle
+        assert x.dim() == 2 and x.is_contiguous() and x.shape[0] == (worst or sum(receive))
+        x = x[: sum(receive)]
         out = _sum_by(_all_to_all(x, receive, send, self.group), tokens, T)
         weights = None
         if topk_weights is not None:
             assert topk_weights.dtype == torch.float32 or x.dtype == torch.float64
+            topk_weights = topk_weights[: sum(receive)]
             weights = _sum_by(_all_to_all(topk_weights, receive, send, self.group), tokens, T)
         return out, weights, self._finish([out, weights], async_finish)
 

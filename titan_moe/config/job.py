@@ -168,6 +168,9 @@ class Parallelism:
 class Moe:
     dispatcher: Literal["local", "allgather", "alltoall", "deepep", "hybridep"] | None = None
     """How tokens reach their experts; by default local, or alltoall with expert parallelism."""
+    recv_capacity_factor: float | None = None
+    """With expert parallelism: rows that a rank has room for (alltoall: from each other rank), over those of even
+    routing. Nothing then waits for the host; a step that needs more room runs again without the bound."""
     experts: Literal["grouped", "sequential"] = "grouped"
     """'grouped': all experts in one grouped product; 'sequential': a loop, the slow oracle."""
     save: Literal["preact", "input", "preact_fp8"] = "preact"

@@ -20,7 +20,7 @@ _NOT_IN_HF = {"mtp_depth", "mtp_loss_weight", "mtp_own_embeddings", "moe"}
 _NOT_IN_HF_MOE = {
     *("bias_update_speed", "jitter", "router_dtype", "capacity_factor", "drop_policy", "pad_to_capacity"),
     *("aux_loss_coef", "seq_aux_loss_coef", "global_aux_loss_coef", "z_loss_coef", "pad_counts_to"),
-    *("experts", "dispatcher", "save"),
+    *("experts", "dispatcher", "recv_capacity_factor", "save"),
 }
 
 

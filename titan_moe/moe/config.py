@@ -96,6 +96,10 @@ class MoEConfig:
     again), or the pre-activation in FP8, within 2^-4 of each value (gradients are then approximate)."""
     dispatcher: Literal["local", "allgather", "alltoall", "deepep", "hybridep"] = "local"
     """How tokens reach their experts."""
+    recv_capacity_factor: float | None = None
+    """With experts spread over ranks: bound on the rows that a rank receives (alltoall: from each rank), over those of
+    even routing, so that no shape depends on the routing; None: as many as there are. No token is dropped: a caller
+    has to repeat what passed the bound (``titan_moe.moe.bound``)."""
 
     @property
     def expert_dim(self) -> int:
@@ -151,6 +155,11 @@ class MoEConfig:
         if self.capacity_factor is not None and not 0 < self.capacity_factor < math.inf:
             raise ConfigError(
                 f"capacity_factor = {self.capacity_factor}: must be finite and more than 0. Leave it out to drop none."
+            )
+        factor = self.recv_capacity_factor
+        if factor is not None and not 0 < factor < math.inf:
+            raise ConfigError(
+                f"recv_capacity_factor = {factor}: must be finite and more than 0. Leave it out for no bound."
             )
 
     def _check_selection(self) -> None:

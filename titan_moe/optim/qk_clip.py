@@ -70,6 +70,10 @@ class QKClip:
         for name, values in zip(self.heads, largest, strict=True):
             factors = self.threshold / values.clamp(min=self.threshold)
             self.factors[name] = torch.where(values.isfinite(), factors, 1.0)
+        self.forget()
+
+    def forget(self) -> None:
+        """As if no logit had been seen since the last step."""
         for values in self.largest.values():
             values.copy_(self._lowest(len(values)))
 

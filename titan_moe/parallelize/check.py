@@ -79,6 +79,8 @@ def check_layout(config: JobConfig, model_config: ModelConfig, degrees: Degrees,
             f"moe.dispatcher = 'local' with expert_parallel_degree {degrees.ep} x expert_tensor_parallel_degree "
             f"{degrees.etp}: tokens have to travel. Leave it out, or set 'alltoall' or 'allgather'."
         )
+    if config.moe.recv_capacity_factor is not None:
+        _check_bound(config, degrees)
     if config.compile.enable and degrees.tp > 1:
         raise ConfigError(
             f"compile.enable = True with tensor_parallel_degree = {degrees.tp}: graphs with DTensors between them do "
@@ -143,6 +145,22 @@ def check_context(
             f"context_parallel_method 'alltoall' shares {num_heads} heads among context_parallel_degree {cp} x "
             f"tensor_parallel_degree {tp} = {cp * tp} ranks, which does not divide. Nearest legal "
             f"context_parallel_degree: {' or '.join(map(str, sorted(near))) or 'none'}; 'allgather' takes any."
+        )
+
+
+def _check_bound(config: JobConfig, degrees: Degrees) -> None:
+    """Refuses a bound on received rows where nothing is received, or where ranks hold unequal numbers of tokens."""
+    factor, tokens = config.moe.recv_capacity_factor, config.training.seq_len // degrees.cp
+    if degrees.ep * degrees.etp == 1:
+        raise ConfigError(
+            f"moe.recv_capacity_factor = {factor} without expert parallelism does nothing: no rows travel, and nothing "
+            "waits for the host. Leave it out."
+        )
+    if tokens % degrees.tp:
+        raise ConfigError(
+            f"moe.recv_capacity_factor = {factor} with {tokens} tokens of a sequence over tensor_parallel_degree = "
+            f"{degrees.tp}: ranks would hold unequal numbers of tokens. Choose a training.seq_len that it divides, or "
+            "leave the bound out."
         )
 
 

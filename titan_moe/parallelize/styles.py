@@ -392,6 +392,7 @@ class Experts:
             num_experts=config.num_experts,
             ep_group=context.meshes.dispatch.get_group(),
             etp_size=etp,
+            recv_capacity_factor=config.recv_capacity_factor,
         )
         # Each etp rank computes part of the sum over the hidden dim; the bias on that sum belongs to one of them.
         adds_bias = mesh.get_local_rank("etp") == 0

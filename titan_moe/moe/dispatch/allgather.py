@@ -33,19 +33,28 @@ class AllGatherDispatcher(GroupDispatcher):
 
     By default one wait for the host per dispatch finds the most tokens of any rank and the exact number of rows. With
     ``equal_tokens`` there is none: all ranks must hold equally many tokens in every call, and buffers are sized for
-    ``min(K, e)`` rows per token, e being the experts here.
+    ``min(K, e)`` rows per token, e being the experts here; with a bound, at most for that.
     """
 
-    def __init__(self, num_experts: int, group: dist.ProcessGroup, etp_size: int = 1, equal_tokens: bool = False):
-        super().__init__(num_experts, group, etp_size)
+    def __init__(
+        self,
+        num_experts: int,
+        group: dist.ProcessGroup,
+        etp_size: int = 1,
+        recv_capacity_factor: float | None = None,
+        equal_tokens: bool = False,
+    ):
+        super().__init__(num_experts, group, etp_size, recv_capacity_factor)
         self.equal_tokens = equal_tokens
-        self.host_syncs = 0 if equal_tokens else 1
+        self.syncs_without_bound = 0 if equal_tokens else 1
 
     def dispatch_preprocess(self, x_TD: Tensor, routing: Routing) -> Dispatched:
         T = x_TD.shape[0]
         size, most = dist.get_world_size(self.group), T
-        if self.equal_tokens:
+        if self.equal_tokens or self.recv_capacity_factor is not None:
             max_rows = size * min(T * (self.last - self.first), routing.max_rows)
+            if self.recv_capacity_factor is not None:
+                max_rows = self.bound_on(size * routing.max_rows, max_rows)
         else:
             mine = torch.cat([routing.counts_E, routing.counts_E.new_full((1,), T)])
             all_GE = all_gather(mine[None], 1, self.group)
@@ -67,6 +76,8 @@ class AllGatherDispatcher(GroupDispatcher):
         ids_TK = way.ids_TK - self.first
         ids_TK = torch.where((ids_TK >= 0) & (ids_TK < experts), ids_TK, -1)
         counts_E = count_experts(ids_TK, experts)
+        if self.recv_capacity_factor is not None:
+            ids_TK, counts_E = self.within(counts_E.sum() <= way.max_rows, ids_TK, counts_E)
         map_ = route_map(ids_TK, counts_E, way.max_rows)
         return Dispatched(dispatched.x, dispatched.weights, counts_E, map_, way)
 

@@ -7,11 +7,15 @@ Experts may be spread over a group of ``ep x etp`` ranks, etp fastest: ep rank r
 gives it, and its etp ranks hold slices of those experts' hidden dim, so that their outputs are partial sums.
 """
 
+import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
+import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from titan_moe.kernels.route_map import RouteMap
@@ -92,15 +96,57 @@ class Dispatcher(ABC):
 class GroupDispatcher(Dispatcher):
     """Experts spread over the ranks of a group.
 
+    With a *bound* on what is received, every shape follows from this rank's number of tokens, which must be that of
+    all ranks of the group in every call, and the host waits for nothing. What exceeds the bound raises a flag on the
+    device, and this rank's slots, or its experts' rows, then count for nothing: the caller has to look at the flag and
+    do its work again without the bound (``titan_moe.moe.bound``).
+
     Attributes:
         group: the flattened (ep, etp) group, etp fastest.
         ep_size, etp_size: their product is the group's size.
         first, last: the experts here are ``range(first, last)``.
+        recv_capacity_factor: the bound: rows received over those of even routing; None: as many as there are.
+        overflow: 0-d bool, whether the bound was passed since it was last set to None; None: it was not met.
     """
 
-    def __init__(self, num_experts: int, group: dist.ProcessGroup, etp_size: int = 1):
+    syncs_without_bound: int
+    """``host_syncs`` where there is no bound."""
+
+    def __init__(
+        self,
+        num_experts: int,
+        group: dist.ProcessGroup,
+        etp_size: int = 1,
+        recv_capacity_factor: float | None = None,
+    ):
         size = dist.get_world_size(group)
         assert size % etp_size == 0, (size, etp_size)
         self.num_experts, self.group, self.etp_size = num_experts, group, etp_size
         self.ep_size = size // etp_size
         self.first, self.last = expert_range(num_experts, self.ep_size, dist.get_rank(group) // etp_size)
+        self.recv_capacity_factor = recv_capacity_factor
+        self.overflow: Tensor | None = None
+
+    @property
+    def host_syncs(self) -> int:
+        return self.syncs_without_bound if self.recv_capacity_factor is None else 0
+
+    @property
+    def chunk(self) -> int:
+        """Most experts of any rank."""
+        return -(-self.num_experts // self.ep_size)
+
+    def by_rank(self, counts_E: Tensor) -> Tensor:
+        """Counts for each expert of each ep rank, ``[ep, chunk]``, filled up to equally many experts."""
+        return F.pad(counts_E, (0, self.ep_size * self.chunk - self.num_experts)).view(self.ep_size, self.chunk)
+
+    def bound_on(self, rows: int, most: int) -> int:
+        """The bound for one rank's share of ``rows`` rows, and at most ``most``."""
+        factor = Fraction(self.recv_capacity_factor).limit_denominator(10**6)
+        return min(math.ceil(factor * rows * self.chunk / self.num_experts), most)
+
+    def within(self, fits: Tensor, ids: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+        """Expert ids and counts as they are, or none where they do not fit (0-d bool), which is remembered."""
+        over = ~fits
+        self.overflow = over if self.overflow is None else self.overflow | over
+        return torch.where(fits, ids, -1), torch.where(fits, counts, 0)

@@ -63,8 +63,14 @@ def check_package(dispatcher: str) -> None:
 class _FlexDispatcher(GroupDispatcher):
     name: str
 
-    def __init__(self, num_experts: int, group: dist.ProcessGroup, etp_size: int = 1):
-        super().__init__(num_experts, group, etp_size)
+    def __init__(
+        self,
+        num_experts: int,
+        group: dist.ProcessGroup,
+        etp_size: int = 1,
+        recv_capacity_factor: float | None = None,
+    ):
+        super().__init__(num_experts, group, etp_size, recv_capacity_factor)
         self.deep_ep = load_deep_ep(self.name)
         self.block = -(-num_experts // self.ep_size)
         self.numbers = self.block * self.ep_size * etp_size
@@ -103,7 +109,7 @@ class _Way:
 
 class _DeepEPDispatch(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, numbers, weights, buffer, num_experts, event):
+    def forward(ctx, x, numbers, weights, buffer, num_experts, worst, event):
         per_rank, per_node, per_expert, is_in_rank, event = buffer.get_dispatch_layout(
             numbers, num_experts, previous_event=event, async_finish=True, allocate_on_comm_stream=True
         )
@@ -115,6 +121,7 @@ class _DeepEPDispatch(torch.autograd.Function):
             num_tokens_per_rdma_rank=per_node,
             is_token_in_rank=is_in_rank,
             num_tokens_per_expert=per_expert,
+            num_worst_tokens=worst,
             previous_event=event,
             async_finish=True,
             allocate_on_comm_stream=True,
@@ -127,7 +134,7 @@ class _DeepEPDispatch(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, drows, dweights, *_):
         dx, dweights, _ = ctx.buffer.combine(drows.contiguous(), ctx.handle, topk_weights=dweights.contiguous())
-        return dx, None, dweights, None, None, None
+        return dx, None, dweights, None, None, None, None
 
 
 class _DeepEPCombine(torch.autograd.Function):
@@ -146,32 +153,41 @@ class _DeepEPCombine(torch.autograd.Function):
 class DeepEPDispatcher(_FlexDispatcher):
     """DeepEP's normal kernels, ``deep_ep.Buffer``: NVLink within a node, RDMA between nodes; bfloat16, CUDA.
 
-    ``deep_ep`` waits on the host for the number of rows that arrive. The way out is launched by ``token_dispatch``
-    and waited for by ``dispatch_postprocess``, the way back likewise, so other work may run between the stages.
-    Weights travel in fp32. Not yet run on hardware.
+    ``deep_ep`` waits on the host for the number of rows that arrive. With a bound it is told the most tokens that may
+    arrive instead, all of the group's, which it can do within a node; the bound is on the experts' rows. The way out
+    is launched by ``token_dispatch`` and waited for by ``dispatch_postprocess``, the way back likewise, so other work
+    may run between the stages. Weights travel in fp32. Not yet run on hardware.
     """
 
     name = "deepep"
-    host_syncs = 1
+    syncs_without_bound = 1
 
     def dispatch_preprocess(self, x_TD: Tensor, routing: Routing) -> Dispatched:
         self._check(x_TD)
         numbers, weights = self._renumber(x_TD, routing)
         numbers = numbers.to(getattr(self.deep_ep, "topk_idx_t", torch.int64)).contiguous()
-        return Dispatched(x_TD.contiguous(), weights.contiguous(), routing.counts_E, None, numbers)
+        worst, rows = 0, None
+        if self.recv_capacity_factor is not None:
+            worst = self.group.size() * x_TD.shape[0]
+            rows = self.bound_on(self.group.size() * routing.max_rows, worst * self.block)
+        state = numbers, worst, rows
+        return Dispatched(x_TD.contiguous(), weights.contiguous(), routing.counts_E, None, state)
 
     def token_dispatch(self, dispatched: Dispatched) -> Dispatched:
-        x, buffer = dispatched.x, self._buffer(dispatched.x)
-        rows, weights, *way = _DeepEPDispatch.apply(
-            x, dispatched.state, dispatched.weights, buffer, self.numbers, buffer.capture()
+        x, buffer, (numbers, worst, bound) = dispatched.x, self._buffer(dispatched.x), dispatched.state
+        arrived, weights, ids, rows, *way = _DeepEPDispatch.apply(
+            x, numbers, dispatched.weights, buffer, self.numbers, worst, buffer.capture()
         )
-        return Dispatched(rows, weights, dispatched.counts_E, None, _Way(*way))
+        way = _Way(ids, rows if bound is None else bound, *way)
+        return Dispatched(arrived, weights, dispatched.counts_E, None, way)
 
     def dispatch_postprocess(self, dispatched: Dispatched) -> Dispatched:
         way = dispatched.state
         way.event.current_stream_wait()
         ids = way.ids.long()
         counts_E = count_experts(ids, self.last - self.first)
+        if self.recv_capacity_factor is not None:
+            ids, counts_E = self.within(counts_E.sum() <= way.rows, ids, counts_E)
         map_ = route_map(ids, counts_E, way.rows)
         return Dispatched(dispatched.x, dispatched.weights, counts_E, map_, way)
 
@@ -241,14 +257,14 @@ class _HybridEPCombine(torch.autograd.Function):
 class HybridEPDispatcher(_FlexDispatcher):
     """HybridEP's kernels, ``deep_ep.HybridEPBuffer``, which also order the rows by expert; bfloat16, CUDA.
 
-    One small all-gather and one wait for the host give the number of rows that arrive, and the most tokens of any
-    rank: the package wants equally many on all of them, so others are filled up with tokens without experts. How
-    ranks share NVLink is told to the package by its own environment variables. Weights travel in fp32. Not yet run on
-    hardware.
+    One small all-gather and one wait for the host (none with a bound) give the number of rows that arrive, and the
+    most tokens of any rank: the package wants equally many on all of them, so others are filled up with tokens
+    without experts. How ranks share NVLink is told to the package by its own environment variables. Weights travel in
+    fp32. Not yet run on hardware.
     """
 
     name = "hybridep"
-    host_syncs = 1
+    syncs_without_bound = 1
 
     def dispatch_preprocess(self, x_TD: Tensor, routing: Routing) -> Dispatched:
         self._check(x_TD)
@@ -256,9 +272,16 @@ class HybridEPDispatcher(_FlexDispatcher):
         mine = torch.cat([routing.counts_E, routing.counts_E.new_full((1,), T)])
         all_GE = all_gather(mine[None], 1, self.group)
         counts_E = all_GE[:, self.first : self.last].sum(0)
-        most, rows = torch.stack([all_GE[:, -1].max(), counts_E.sum()]).tolist()  # the host sync
-        fill = (0, 0, 0, max(most, 1) - T)
         numbers, weights = self._renumber(x_TD, routing)
+        if self.recv_capacity_factor is None:
+            most, rows = torch.stack([all_GE[:, -1].max(), counts_E.sum()]).tolist()  # the host sync
+        else:
+            size = self.group.size()
+            most, rows = T, self.bound_on(size * routing.max_rows, size * T * self.block)
+            # All ranks agree on it, so that none sends more than another has room for.
+            fits = (self.by_rank(all_GE[:, :-1].sum(0)).sum(1) <= rows).all()
+            numbers, counts_E = self.within(fits, numbers, counts_E)
+        fill = (0, 0, 0, max(most, 1) - T)
         places = numbers % (self.numbers + 1)  # -1 wraps to a spare last place.
         map_TN = torch.zeros(T, self.numbers + 1, dtype=torch.bool, device=places.device).scatter_(1, places, True)
         probs_TN = weights.new_zeros(T, self.numbers + 1).scatter(1, places, weights)
