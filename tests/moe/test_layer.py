@@ -229,3 +229,31 @@ def test_compiled_experts_are_one_graph():
         results.append([y.detach(), leaf.grad, layer.experts.w1.grad, layer.experts.w2.grad])
     for eager, compiled in zip(*results, strict=True):
         torch.testing.assert_close(compiled, eager, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "name, save",
+    [
+        *((name, "preact") for name in ("softmax_post", "sigmoid_bias_groups", "gpt_oss", "llama4", "losses")),
+        *(pytest.param(name, "preact", marks=pytest.mark.slow) for name in ("latent", "capacity_probs")),
+        ("softmax_post", "input"),
+        pytest.param("gpt_oss", "preact_fp8", marks=pytest.mark.slow),
+    ],
+)
+def test_layer_compiles_to_one_graph_in_training(name, save):
+    """No graph break: counters and losses included, except for the loss over the whole step."""
+    losses = {"aux_loss_coef": 0.1, "seq_aux_loss_coef": 0.2, "z_loss_coef": 0.4, "top_k": 3}
+    fields = losses if name == "losses" else CASES[name]
+    x, dy = data(dtype=torch.float32)
+    found = []
+    for compiled in (False, True):
+        layer = build(torch.float32, save=save, **fields).train()
+        layer.balance.token_weight = torch.tensor(0.3)
+        if compiled:
+            torch.compiler.reset()
+            layer.compile(fullgraph=True, backend="aot_eager")
+        counters = dict(layer.balance.named_buffers())
+        found.append({**gradients(layer, x, dy), **counters})
+    # The same operators in the same order, except for fused adds.
+    assert_close(found[1], found[0], atol=1e-5, rtol=1e-5)
+    assert found[1]["counts_E"].sum() == x[..., 0].numel() * layer.config.top_k

@@ -21,6 +21,25 @@ from titan_moe.moe.routing import Routing, count_experts
 _MICRO_BATCHES = 4096
 
 
+# A compiled graph cannot ask whether it runs in a backward pass, and must not differ there; this asks as it runs.
+_LIBRARY = torch.library.Library("titan_moe", "FRAGMENT")
+_LIBRARY.define("add_once(Tensor(a!) total, Tensor amount) -> ()")
+
+
+def _add_once(total: Tensor, amount: Tensor) -> None:
+    if not in_backward():
+        total.add_(amount)
+
+
+_LIBRARY.impl("add_once", _add_once, "CompositeExplicitAutograd")
+torch.library.register_fake("titan_moe::add_once", lambda total, amount: None, lib=_LIBRARY)
+
+
+def add_once(total: Tensor, amount: Tensor) -> None:
+    """Add to a counter, but not in a recompute: a forward inside a backward pass."""
+    torch.ops.titan_moe.add_once(total, amount.detach())
+
+
 class _Inject(torch.autograd.Function):
     @staticmethod
     def forward(ctx, y: Tensor, aux: Tensor) -> Tensor:
@@ -128,23 +147,18 @@ class Balance(nn.Module):
         Returns:
             0-d loss with graph, or None in eval or with every coefficient 0.
         """
-        return self._losses(routing, sums, valid_T) if self.training else None
-
-    # A compiled graph cannot ask whether it is a recompute, and would save other tensors in one.
-    @torch._disable_dynamo
-    def _losses(self, routing: Routing, sums: RouterSums | None, valid_T: Tensor | None) -> Tensor | None:
-        config = self.config
-        recompute = in_backward()
-        if not recompute:
-            self._count(routing, valid_T)
+        if not self.training:
+            return None
+        self._count(routing, valid_T)
         if sums is None:
             return None
+        config = self.config
         like, token_weight = routing.weights_TK, self.token_weight
         if token_weight is None:
             T = routing.expert_ids_TK.shape[0]
             tokens = T if valid_T is None else valid_T.sum()
             if self.share_counts is not None:
-                tokens = self.share_counts(torch.as_tensor(tokens, device=like.device))
+                tokens = self._shared(torch.as_tensor(tokens, device=like.device))
             if isinstance(tokens, Tensor):
                 tokens = tokens.to(like.dtype)
             token_weight = 1 / (tokens.clamp_min(1) if isinstance(tokens, Tensor) else max(tokens, 1))
@@ -153,13 +167,12 @@ class Balance(nn.Module):
 
         aux = z = None
         if config.balancing_coefs:
-            aux = token_weight * self._balance_loss(sums, recompute)
+            aux = token_weight * self._balance_loss(sums)
         if config.z_loss_coef:
             z = token_weight * config.z_loss_coef * sums.squares
-        if not recompute:
-            for total, loss in ((self.aux_loss, aux), (self.z_loss, z)):
-                if loss is not None:
-                    total.add_(loss.detach())
+        for total, loss in ((self.aux_loss, aux), (self.z_loss, z)):
+            if loss is not None:
+                add_once(total, loss)
         return aux if z is None else z if aux is None else aux + z
 
     @staticmethod
@@ -173,33 +186,39 @@ class Balance(nn.Module):
     @torch.no_grad()
     def _count(self, routing: Routing, valid_T: Tensor | None) -> None:
         config = self.config
-        self.counts_E += routing.counts_E
+        add_once(self.counts_E, routing.counts_E)
         if config.capacity_factor is not None:
             T, E = routing.expert_ids_TK.shape[0], config.num_experts
             limit = valid_capacity(T, valid_T, config.top_k, E, config.capacity_factor)
-            self.dropped += (routing.counts_E - limit).clamp_min(0).sum()
+            add_once(self.dropped, (routing.counts_E - limit).clamp_min(0).sum())
 
-    def _balance_loss(self, sums: RouterSums, recompute: bool) -> Tensor:
+    def _balance_loss(self, sums: RouterSums) -> Tensor:
         """Sum over the enabled kinds of coef x E x sum_e f_e P_e."""
         config, E = self.config, self.config.num_experts
         probs_BE, counts_BE = sums.probs_BE, sums.counts_BE
         probs_E, counts_E = probs_BE.sum(0), counts_BE.sum(0)
         if self.share_counts is not None and (config.aux_loss_coef or config.seq_aux_loss_coef):
-            counts_BE = self.share_counts(counts_BE)
+            counts_BE = self._shared(counts_BE)
         loss = probs_E.new_zeros(())
         if config.aux_loss_coef:
             loss = loss + config.aux_loss_coef * E * (_share(counts_BE.sum(0), probs_E) * probs_E).sum()
         if config.seq_aux_loss_coef:
             loss = loss + config.seq_aux_loss_coef * E * (_share(counts_BE, probs_BE) * probs_BE).sum()
         if config.global_aux_loss_coef:
-            f_E = self._global_share(counts_E, probs_E.detach(), recompute)
+            f_E = self._global_share(counts_E, probs_E.detach())
             loss = loss + config.global_aux_loss_coef * E * (f_E * probs_E).sum()
         return loss
 
+    @torch._disable_dynamo
+    def _shared(self, counts: Tensor) -> Tensor:
+        return self.share_counts(counts)
+
+    # It keeps a list and asks where it runs: the one loss that breaks a compiled graph.
+    @torch._disable_dynamo
     @torch.no_grad()
-    def _global_share(self, counts_E: Tensor, probs_E: Tensor, recompute: bool) -> Tensor:
+    def _global_share(self, counts_E: Tensor, probs_E: Tensor) -> Tensor:
         """f over the step so far and all ranks; in a recompute, the f that this micro-batch saw at first."""
-        if not recompute:
+        if not in_backward():
             self.global_counts_E += counts_E
             total_E = self.global_counts_E.clone()
             if self.reduce_counts is not None:

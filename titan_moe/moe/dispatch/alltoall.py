@@ -78,7 +78,7 @@ class AllToAllDispatcher(GroupDispatcher):
         G, copies = self.ep_size * self.etp_size, self.etp_size
         block = self.bound_on(routing.max_rows, min(routing.max_rows, T * self.chunk))
         fits = (self.by_rank(routing.counts_E).sum(1) <= block).all()
-        ids_TK, counts_E = self.within(fits, routing.expert_ids_TK, routing.counts_E)
+        ids_TK, counts_E = self.within(fits, routing.expert_ids_TK.contiguous(), routing.counts_E)
         counts_pe = self.by_rank(counts_E)
         counts_Ge, rows_p = self._exchange_counts(counts_pe), counts_pe.sum(1)
 
@@ -148,6 +148,6 @@ def _by_expert(counts_Ge: Tensor, R: int) -> RouteMap:
 def _blocks_by_expert(counts_Ge: Tensor, R: int) -> RouteMap:
     """The same from equal blocks of rows, one for each rank, of which the first are in use."""
     G, e = counts_Ge.shape
-    at = torch.arange(R // G, device=counts_Ge.device).expand(G, -1).contiguous()
+    at = torch.arange(R // G, device=counts_Ge.device).repeat(G, 1)
     ids = torch.searchsorted(counts_Ge.cumsum(1), at, right=True)
     return route_map(torch.where(ids < e, ids, -1).view(-1, 1), counts_Ge.sum(0), R)

@@ -147,6 +147,6 @@ class GroupDispatcher(Dispatcher):
 
     def within(self, fits: Tensor, ids: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
         """Expert ids and counts as they are, or none where they do not fit (0-d bool), which is remembered."""
-        over = ~fits
-        self.overflow = over if self.overflow is None else self.overflow | over
+        over = fits.logical_not()
+        self.overflow = over if self.overflow is None else self.overflow.logical_or(over)
         return torch.where(fits, ids, -1), torch.where(fits, counts, 0)
