@@ -1,19 +1,10 @@
 """The n-gram yardstick of benchmarks/corpus_entropy.py against counts in dictionaries."""
 
-import importlib.util
 import math
 from collections import Counter, defaultdict
-from pathlib import Path
 
 import pytest
-
-
-def benchmark():
-    path = Path(__file__).parents[2] / "benchmarks" / "corpus_entropy.py"
-    spec = importlib.util.spec_from_file_location("corpus_entropy", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+from benchmark_files import load_benchmark
 
 
 def test_cross_entropies_are_witten_bell_and_documents_do_not_see_each_other():
@@ -43,4 +34,4 @@ def test_cross_entropies_are_witten_bell_and_documents_do_not_see_each_other():
         ]
         expected.append(sum(logs) / len(logs))
     # The same sums in another order of float64 operations.
-    assert benchmark().cross_entropies(train, held_out, 3) == pytest.approx(expected, abs=1e-12)
+    assert load_benchmark("corpus_entropy").cross_entropies(train, held_out, 3) == pytest.approx(expected, abs=1e-12)

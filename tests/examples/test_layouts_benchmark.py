@@ -1,20 +1,14 @@
 """The layouts of benchmarks/layouts.py can run, each on the processes it is listed under, and say what they are."""
 
-import importlib.util
-from pathlib import Path
-
 import pytest
+from benchmark_files import load_benchmark
 
 from titan_moe import models
 from titan_moe.config import resolve_degrees
 from titan_moe.config.job import Parallelism
 from titan_moe.parallelize.check import check_model
 
-spec = importlib.util.spec_from_file_location(
-    "layouts_benchmark", Path(__file__).parents[2] / "benchmarks" / "layouts.py"
-)
-benchmark = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(benchmark)
+benchmark = load_benchmark("layouts")
 
 
 @pytest.mark.parametrize(

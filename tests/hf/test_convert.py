@@ -2,12 +2,11 @@
 
 import json
 import os
-import sys
 from dataclasses import asdict
-from pathlib import Path
 
 import pytest
 import torch
+from benchmark_files import load_benchmark
 from hf_tiny import edit_config, equal, hf_model, rewrite, tensors_of
 from safetensors.torch import load_file
 from tiny_families import FAMILIES
@@ -251,11 +250,8 @@ def test_a_config_that_lies_about_the_weights_is_refused(qwen, tmp_path):
 
 @pytest.mark.slow
 def test_memory_is_that_of_single_tensors(tmp_path):
-    sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-    from convert_memory import run
-
     # 1 GB in stacks of 50 MB and two tables of 67 MB.
-    measured = run(tmp_path / "run", 1.0, dim=1024, vocab_size=32768, hidden_dim=192)
+    measured = load_benchmark("convert_memory").run(tmp_path / "run", 1.0, dim=1024, vocab_size=32768, hidden_dim=192)
     # The program alone takes 0.4 GB; 256 MB of files stay mapped; then a stack, a chunk of it and its copy.
     for direction in ("there", "back"):
         assert measured[f"{direction}_peak"] < 0.95e9 < measured["bytes"]
