@@ -158,11 +158,11 @@ class Trainer:
         application = Application(plugins, PluginContext(config=config, device=self.device))
 
         def prepare(module: nn.Module) -> nn.Module:
-            module = application.apply(module)
             if config.compile.enable:
+                # First, so that what runs a layer again, or takes away what it saved, is not part of what is compiled.
                 for layer in module.layers.values():
-                    layer.compile()
-            return module
+                    layer.forward = torch.compile(layer.forward)
+            return application.apply(module)
 
         meshes, timeout = None, config.comm.init_timeout_seconds
         if self._sharded():

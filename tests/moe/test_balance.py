@@ -382,6 +382,17 @@ def test_fault_9_losses_come_before_capacity_and_padding():
     assert abs(finish_step(layer)["aux_loss_L"].item() - 1) > 1e-3
 
 
+def test_a_loss_enters_where_compiled_code_returns_what_it_was_given():
+    # As in a layer whose graph breaks between its experts and its end, which FSDP of the experts does.
+    @torch.compile(backend="aot_eager")
+    def end(y, aux):
+        return Balance.inject(y, aux).view(2, 3)
+
+    y, aux = torch.ones(6, requires_grad=True), torch.ones((), requires_grad=True)
+    end(y * 2, aux).sum().backward()
+    assert aux.grad.item() == 1 and torch.equal(y.grad, torch.full((6,), 2.0))
+
+
 @pytest.mark.parametrize("wrap", ["compile", "checkpoint of compiled", "compiled checkpoint"])
 def test_fault_15_compiled_layer_counts_once_and_changes_no_loss(wrap):
     def run(wrap):

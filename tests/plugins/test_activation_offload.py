@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from test_recompute import OF_FAMILY, assert_equal, batch, build, named, plain, trained  # noqa: F401
+from test_recompute import OF_FAMILY, assert_equal, batch, build, compiled, named, plain, trained  # noqa: F401
 from torch import Tensor, nn
 
 from titan_moe.config import from_dict, validate
@@ -41,6 +41,21 @@ def test_each_target_with_and_without_recompute_changes_no_bit(plain, family, ta
     offloader = offloaded(model, [target])
     assert_equal(trained(model), plain(family, jitter=0.1))
     assert offloader.returned + offloader.cancelled <= offloader.left
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recompute", [(), ("layernorm", "mla_up_proj")], ids=["alone", "fine"])
+def test_what_a_compiled_layer_saves_travels_as_a_whole(recompute):
+    results = []
+    for travels in (False, True):
+        model = compiled("aot_eager_decomp_partition")
+        recompute_targets(model, recompute)
+        offloader = offloaded(model, ["layers.*"]) if travels else None
+        results.append(trained(model, passes=2))
+    assert_equal(*results)
+    # Of three layers the last one's stay; what two layers share, such as tables, is found to and comes back at once.
+    assert 0.9 * offloader.left < offloader.returned == offloader.left - offloader.cancelled
+    assert offloader.left > 2 * 30 * 2 * 70 * 32 * 4
 
 
 def test_all_targets_together_change_no_bit(plain):  # noqa: F811
@@ -326,7 +341,7 @@ def test_a_graph_that_is_dropped_gives_its_buffers_back():
         ({"targets": ["shared_expert"]}, {}, ["shared_expert", "matched nothing"]),
         ({"targets": ["core_attn"], "fraction": 1.5}, {}, ["activation_offload.fraction = 1.5"]),
         ({"targets": ["core_attn"], "min_bytes": -1}, {}, ["activation_offload.min_bytes = -1"]),
-        ({"targets": ["core_attn"]}, {"compile": {"enable": True}}, ["compile.enable"]),
+        ({"targets": ["core_attn"]}, {"compile": {"enable": True}}, ["'core_attn' with compile.enable", "'layers.*'"]),
         ({}, {"plugins": {"use": ["offload"]}}, ["activation_offload.targets = []"]),
         ({"targets": ["attn"]}, {"plugins": {"use": ["offload", "recompute"]}}, ["comes after 'recompute'"]),
     ],

@@ -4,9 +4,11 @@ import json
 import math
 import os
 import signal
+from functools import partial
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 
 from titan_moe import trainer as trainer_module
 from titan_moe.config import from_dict
@@ -154,6 +156,41 @@ def test_recompute_and_offload_change_nothing(corpus, tmp_path, sections):
     train(config(corpus, tmp_path / "plain", losses, jitter=0.1))
     train(config(corpus, tmp_path / "saving", sections, jitter=0.1))
     assert exact(tmp_path / "saving") == exact(tmp_path / "plain")
+
+
+def train_compiled_on_rank(run_config):
+    """Train; returns how many graphs were compiled, by torch's own backend without the C++ compiler's minute."""
+    torch.compiler.reset()
+    counters.clear()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager_decomp_partition"))
+        train(run_config)
+    return counters["stats"]["unique_graphs"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_compiled_layers_are_compiled_whatever_runs_again_or_travels(run_ranks, corpus, tmp_path, ranks):
+    choices = {
+        "plain": {},
+        "full": {"activation_checkpoint": {"mode": "full"}},
+        "targets": {"activation_checkpoint": {"mode": "targets", "targets": ["layernorm", "qk_norm", "core_attn"]}},
+        "offload": {"activation_offload": {"targets": ["layers.*"], "min_bytes": 0}},
+    }
+    graphs = {}
+    for name, sections in choices.items():
+        sections = {"training": {"local_batch_size": 4 // ranks}, **sections}
+        if name == "plain":
+            run_ranks(ranks, train_on_rank, config(corpus, tmp_path / name, sections))
+        train_one = config(corpus, tmp_path / f"compiled {name}", {**sections, "compile": {"enable": True}})
+        graphs[name] = run_ranks(ranks, train_compiled_on_rank, train_one, timeout=300.0)
+        for one, other in zip(records(tmp_path / "plain"), records(tmp_path / f"compiled {name}"), strict=True):
+            # float64 rounding, amplified by four optimizer steps.
+            assert other["loss"] == pytest.approx(one["loss"], rel=1e-10), name
+            assert other["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-10), name
+            assert [layer["load"] for layer in other["moe"]] == [layer["load"] for layer in one["moe"]], name
+    assert min(graphs["plain"]) > 0
+    assert all(counts == graphs["plain"] for counts in graphs.values()), graphs
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -44,7 +44,8 @@ class _Inject(torch.autograd.Function):
     @staticmethod
     def forward(ctx, y: Tensor, aux: Tensor) -> Tensor:
         ctx.aux_like = aux.dtype, aux.device
-        return y.view_as(y)
+        # Compiled code makes a view anew from what it looks at, and the gradient would pass by this node.
+        return y.clone() if torch.compiler.is_compiling() else y.view_as(y)
 
     @staticmethod
     def backward(ctx, grad_y: Tensor) -> tuple[Tensor, Tensor]:

@@ -125,14 +125,14 @@ class Offload:
         targets, use = config.activation_offload.targets, config.plugins.use
         if not targets:
             raise ConfigError(f"{_KEY} = []: the plugin 'offload' needs at least one, such as 'core_attn'.")
-        if config.compile.enable:
-            raise ConfigError(
-                "activation_offload with compile.enable: what a compiled layer saves belongs to no module. Set one."
-            )
         if "recompute" in use and use.index("recompute") > use.index("offload"):
             raise ConfigError("plugins.use: 'offload' comes after 'recompute', which decides what is left to travel.")
         check_targets(_KEY, targets, OFFLOAD)
-        check_all_matched(_KEY, targets, find(model_on_meta(config), targets, OFFLOAD))
+        model = model_on_meta(config)
+        matches = find(model, targets, OFFLOAD)
+        check_all_matched(_KEY, targets, matches)
+        if config.compile.enable:
+            _check_compiled(model, matches)
 
     def apply(self, model: nn.Module, context: PluginContext) -> nn.Module:
         """Change ``model``, all of it or a pipeline's stage, in place.
@@ -151,6 +151,21 @@ class Offload:
             raise MatchedNothing(f"{_KEY} = {config.targets} matched nothing in any stage. Name other parts.")
         stages[0] += 1
         return model
+
+
+def _check_compiled(model: nn.Module, matches: Sequence[Match]) -> None:
+    """Refuse parts of layers where layers are compiled.
+
+    Raises:
+        ConfigError: naming the first.
+    """
+    layers = set(layers_of(model))
+    for match in matches:
+        if match.module not in layers:
+            raise ConfigError(
+                f"{_KEY}: {match.target!r} with compile.enable: what a compiled layer saves belongs to none of its "
+                "parts. Name whole layers, 'layers.*', of which all that is saved travels, or compile nothing."
+            )
 
 
 PLUGIN = Offload()

@@ -123,6 +123,11 @@ class Recompute:
                 "activation_checkpoint.mode = 'selective' with global_aux_loss_coef: its second run looks up what the "
                 "first has summed, with other operators, which torch refuses. Use mode 'full' or 'targets'."
             )
+        if config.activation_checkpoint.mode == "selective" and config.compile.enable:
+            raise ConfigError(
+                "activation_checkpoint.mode = 'selective' with compile.enable: torch's policy is asked about operators "
+                "one by one, and a compiled layer calls none. Use mode 'targets', or 'full'."
+            )
         if targets:
             check_targets(_KEY, targets, RECOMPUTE)
             check_all_matched(_KEY, targets, find(model_on_meta(config), targets, RECOMPUTE))
