@@ -5,7 +5,8 @@
     python benchmarks/optimizers.py moments [--steps]  loss with bfloat16 moments beside float32's
     python benchmarks/optimizers.py muon [--steps]     Muon beside AdamW, each at three learning rates
 
-The last two train ``train_configs/debug.toml`` one run after the other, on all threads of this process.
+The last two train ``train_configs/debug.toml`` one run after the other, on all threads of this process. A finished run
+is a line of ``--results``, and not run again: after an interruption, or ``--runs`` new ones, the same command goes on.
 """
 
 import argparse
@@ -84,8 +85,38 @@ def show_offload(repeats: int = 20) -> Table:
     return table
 
 
-def trained(steps: int, **options: object) -> tuple[list[float], float, float]:
-    """Losses by step, the last validation loss in nats per byte, and seconds, of one run of the debug configuration."""
+class Runs:
+    """Training runs of the debug configuration, each made once.
+
+    Args:
+        file: a JSON line for each finished run.
+        steps: optimizer steps of a run.
+        most: new runs to make; None: all that are asked for.
+    """
+
+    def __init__(self, file: Path, steps: int, most: int | None) -> None:
+        self.file, self.steps, self.left = file, steps, most
+        lines = file.read_text().splitlines() if file.exists() else []
+        self.known = {self._key(run["steps"], run["options"]): run for run in map(json.loads, lines)}
+
+    def get(self, **options: object) -> dict | None:
+        """``losses`` by step, the last ``validation`` loss in nats per byte, ``seconds``; None: not made yet."""
+        key = self._key(self.steps, options)
+        if key not in self.known and self.left != 0:
+            self.left = None if self.left is None else self.left - 1
+            self.known[key] = {"steps": self.steps, "options": options, **trained(self.steps, **options)}
+            self.file.parent.mkdir(parents=True, exist_ok=True)
+            with self.file.open("a") as file:
+                file.write(json.dumps(self.known[key]) + "\n")
+        return self.known.get(key)
+
+    @staticmethod
+    def _key(steps: int, options: dict) -> str:
+        return json.dumps([steps, options], sort_keys=True)
+
+
+def trained(steps: int, **options: object) -> dict:
+    """One run; see ``Runs.get``."""
     with tempfile.TemporaryDirectory() as folder:
         argv = ["--job.config_file", str(CONFIG), "--job.dump_folder", folder, "--training.steps", str(steps)]
         argv += ["--checkpoint.no_enable", "--lr_scheduler.warmup_steps", str(steps // 20)]
@@ -96,7 +127,7 @@ def trained(steps: int, **options: object) -> tuple[list[float], float, float]:
         lines = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
     losses = [line["loss"] for line in lines if "loss" in line]
     validation = [line["val_loss_per_byte"] for line in lines if "val_loss_per_byte" in line]
-    return losses, validation[-1], seconds
+    return {"losses": losses, "validation": validation[-1], "seconds": seconds}
 
 
 def smooth(losses: list[float], window: int = 25) -> list[float]:
@@ -104,38 +135,49 @@ def smooth(losses: list[float], window: int = 25) -> list[float]:
     return [statistics.mean(losses[i - window : i]) for i in range(window, len(losses) + 1)]
 
 
-def show_moments(steps: int) -> Table:
+def show_moments(runs: Runs) -> Table:
     table = Table("moments", "last validation loss", "largest distance of the smoothed loss", "s")
-    reference, validation, seconds = trained(steps)
-    table.add_row("float32", f"{validation:.4f}", "", f"{seconds:.0f}")
+    reference = runs.get()
+    add_run(table, "float32", reference, "")
     for kind in ("bfloat16", "float8"):
         for options in ({}, {"stochastic_rounding": "true"}):
-            losses, validation, seconds = trained(steps, exp_avg_dtype=kind, exp_avg_sq_dtype=kind, **options)
-            apart = max(abs(a / b - 1) for a, b in zip(smooth(losses), smooth(reference), strict=True))
-            label = kind + (", by chance" if options else "")
-            table.add_row(label, f"{validation:.4f}", f"{100 * apart:.2f}%", f"{seconds:.0f}")
+            run = runs.get(exp_avg_dtype=kind, exp_avg_sq_dtype=kind, **options)
+            apart = ""
+            if run and reference:
+                pairs = zip(smooth(run["losses"]), smooth(reference["losses"]), strict=True)
+                apart = f"{100 * max(abs(a / b - 1) for a, b in pairs):.2f}%"
+            add_run(table, kind + (", by chance" if options else ""), run, apart)
     return table
 
 
-def show_muon(steps: int) -> Table:
-    table = Table("optimizer", "lr", "validation loss, nats a byte", "s")
+def show_muon(runs: Runs) -> Table:
+    table = Table("optimizer", "validation loss, nats a byte", "lr", "s")
     for name, rates in (("AdamW", (1e-3, 2e-3, 4e-3)), ("Muon", (2e-3, 4e-3, 8e-3))):
         for lr in rates:
-            _, validation, seconds = trained(steps, name=name, lr=lr)
-            table.add_row(name, f"{lr:g}", f"{validation:.4f}", f"{seconds:.0f}")
+            add_run(table, name, runs.get(name=name, lr=lr), f"{lr:g}")
     return table
+
+
+def add_run(table: Table, name: str, run: dict | None, beside: str) -> None:
+    """A row; without a run, one that says so."""
+    loss, seconds = (f"{run['validation']:.4f}", f"{run['seconds']:.0f}") if run else ("not run yet", "")
+    table.add_row(name, loss, beside, seconds)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("table", choices=("bytes", "offload", "moments", "muon"))
     parser.add_argument("--steps", type=int, default=500, help="optimizer steps of each training run")
+    file = Path("outputs") / "optimizer_runs.jsonl"
+    parser.add_argument("--results", type=Path, default=file, help=f"finished training runs; default {file}")
+    parser.add_argument("--runs", type=int, help="new training runs to make at most")
     args = parser.parse_args()
+    runs = Runs(args.results, args.steps, args.runs)
     tables = {
         "bytes": show_bytes,
         "offload": show_offload,
-        "moments": lambda: show_moments(args.steps),
-        "muon": lambda: show_muon(args.steps),
+        "moments": lambda: show_moments(runs),
+        "muon": lambda: show_muon(runs),
     }
     Console(width=140).print(tables[args.table]())
 
