@@ -61,7 +61,8 @@ def test_tables_name_the_largest_tensor_and_all_targets(tmp_path):
     report, out = measure(job(tmp_path)), io.StringIO()
     show(report, Console(file=out, width=140))
     text = out.getvalue()
-    assert "layers.*.mlp.experts" in text and "gather_up" in text
+    # What the experts keep: two of eight for each token and a spare row, gate and up of 96.
+    assert "layers.*.mlp.experts" in text and f"[{64 * 2 + 1}, {2 * 96}]" in text
     for word in ("layernorm", "qk_norm", "core_attn", "moe", "attn_norm", "expert_fc1", "64 tokens"):
         assert word in text
 

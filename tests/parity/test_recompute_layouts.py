@@ -8,6 +8,7 @@ from model_case import STEPS, Case, batch_of, local
 from torch import nn
 
 from titan_moe.parallelize import build_meshes
+from titan_moe.parallelize.mesh import Meshes
 from titan_moe.plugins.offload import offload_activations
 from titan_moe.plugins.offloader import Offloader
 from titan_moe.plugins.recompute import recompute_targets
@@ -16,6 +17,8 @@ from titan_moe.plugins.targets import RECOMPUTE
 
 pytestmark = pytest.mark.slow
 
+# Each axis alone, each way to share sequences, each schedule, experts folded over the other axes, and gradient
+# accumulation over replicas: twenty of the matrix, and one process.
 LAYOUTS = (
     "dp8 [qwen3_moe]",
     "hsdp2x4 [deepseek_v3]",
@@ -54,9 +57,21 @@ def step(run: Run, number: int) -> dict[str, torch.Tensor]:
     return made | {"norm": norm} | {key: value for key, value in report.items() if key != "names"}
 
 
-def differences(case: Case, targets: tuple[str, ...], away: tuple[str, ...]) -> tuple[int, int, list[str]]:
-    """How many parts of this rank are recomputed, bytes that left, and what differs from the run without."""
-    meshes, parts, offloader, stages = build_meshes(case.parallelism()), [], Offloader(SimulatedCopies()), []
+Choice = tuple[tuple[str, ...], tuple[str, ...]]
+
+
+def differences(case: Case, choices: list[Choice]) -> list[tuple[int, int, list[str]]]:
+    """For each choice how many parts of this rank are recomputed, bytes that left, and what differs without."""
+    meshes = build_meshes(case.parallelism())
+    plain = Run(case, meshes)
+    want = [step(plain, number) for number in range(STEPS)]
+    return [_differences(case, meshes, want, *choice) for choice in choices]
+
+
+def _differences(
+    case: Case, meshes: Meshes, want: list[dict[str, torch.Tensor]], targets: tuple[str, ...], away: tuple[str, ...]
+) -> tuple[int, int, list[str]]:
+    parts, offloader, stages = [], Offloader(SimulatedCopies()), []
 
     def prepare(module: nn.Module) -> nn.Module:
         parts.extend(recompute_targets(module, targets))
@@ -65,32 +80,29 @@ def differences(case: Case, targets: tuple[str, ...], away: tuple[str, ...]) -> 
             stages.append(module)
         return module
 
-    runs = [Run(case, meshes), Run(case, meshes, prepare)]
-    different = []
-    for number in range(STEPS):
-        want, got = (step(run, number) for run in runs)
-        different += [f"step {number}: {key}" for key in want if not torch.equal(want[key], got[key])]
+    run, different = Run(case, meshes, prepare), []
+    for number, expected in enumerate(want):
+        got = step(run, number)
+        different += [f"step {number}: {key}" for key in expected if not torch.equal(expected[key], got[key])]
     return len(parts), offloader.left, different
 
 
-@pytest.mark.parametrize(
-    "targets, away",
-    [(FINE, ()), (COARSE, ()), (SHARED, ()), ((), AWAY), (FINE, AWAY)],
-    ids=["fine", "coarse", "shared", "away", "both"],
-)
+def check(run_ranks, case: Case, choices: list[Choice]) -> None:
+    ranks = run_ranks(case.ranks, differences, case, choices, timeout=300.0)
+    for choice, results in zip(choices, zip(*ranks, strict=True), strict=True):
+        targets, away = choice
+        assert [different for _, _, different in results] == [[]] * case.ranks, choice
+        assert (sum(parts for parts, _, _ in results) > 0) == bool(targets), choice
+        assert (sum(left for _, left, _ in results) > 0) == bool(away), choice
+
+
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_no_bit_changes(run_ranks, name, targets, away):
+def test_no_bit_changes(run_ranks, name):
     case = MATRIX[name]
     case = Case(**{**vars(case), "override": {**case.override, "jitter": 0.05}})
-    results = run_ranks(case.ranks, differences, case, targets, away)
-    assert (sum(parts for parts, _, _ in results) > 0) == bool(targets)
-    assert (sum(left for _, left, _ in results) > 0) == bool(away)
-    assert [different for _, _, different in results] == [[]] * case.ranks
+    check(run_ranks, case, [(FINE, ()), (COARSE, ()), (SHARED, ()), ((), AWAY), (FINE, AWAY)])
 
 
-@pytest.mark.parametrize("target", RECOMPUTE)
-def test_each_part_alone_changes_no_bit(run_ranks, target):
-    for name in ("tp2 ep8 [deepseek_v3]", "pp2 zbv [deepseek_v3]"):
-        results = run_ranks(8, differences, MATRIX[name], (target,), ())
-        assert sum(parts for parts, _, _ in results) > 0
-        assert [different for _, _, different in results] == [[]] * 8
+@pytest.mark.parametrize("name", ["tp2 ep8 [deepseek_v3]", "pp2 zbv [deepseek_v3]"])
+def test_each_part_alone_changes_no_bit(run_ranks, name):
+    check(run_ranks, MATRIX[name], [((target,), ()) for target in RECOMPUTE])
