@@ -67,7 +67,17 @@ def test_tables_name_the_largest_tensor_and_all_targets(tmp_path):
         assert word in text
 
 
-def test_the_command_refuses_what_one_process_cannot_run(tmp_path, capsys):
+@pytest.mark.parametrize("degree", ["tensor_parallel_degree", "data_parallel_shard_degree", "expert_parallel_degree"])
+def test_the_command_refuses_what_one_process_cannot_run(tmp_path, capsys, degree):
     with pytest.raises(SystemExit) as end:
-        cli.main(["memory", "--job.dump_folder", str(tmp_path), "--parallelism.tensor_parallel_degree", "2"])
-    assert end.value.code == 2 and "tp 2" in capsys.readouterr().err
+        cli.main(["memory", "--job.dump_folder", str(tmp_path), f"--parallelism.{degree}", "2"])
+    said = capsys.readouterr().err
+    assert end.value.code == 2 and f"parallelism.{degree} = 2" in said and "COMM_MODE=fake_backend" in said
+
+
+def test_each_part_of_the_measurement_is_told(tmp_path):
+    parts = []
+    report = measure(job(tmp_path), on_part=parts.append)
+    assert parts[:3] == ["step 1", "step 2", "forward pass"]
+    assert {f"recompute of {one.target}" for one in report.recompute} < set(parts)
+    assert {f"offload of {target}" for target in report.offload} < set(parts)

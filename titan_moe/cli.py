@@ -99,7 +99,6 @@ def _layout(argv: list[str]) -> None:
 def _memory(argv: list[str]) -> None:
     from rich.console import Console
 
-    from titan_moe.config import validate
     from titan_moe.memory import measure, show
 
     real = "--real" in argv
@@ -107,8 +106,10 @@ def _memory(argv: list[str]) -> None:
     if argv and not argv[0].startswith("-"):
         argv = ["--job.config_file", *argv]
     config = load_config(argv, program="titan-moe memory [FILE] [--real]")
-    validate(config)
-    show(measure(config, real=real), Console())
+    console = Console()
+    with console.status("building the model") as status:
+        report = measure(config, real=real, on_part=status.update)
+    show(report, console)
 
 
 def _generate(argv: list[str]) -> None:

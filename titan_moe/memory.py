@@ -8,7 +8,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 
 import torch
@@ -19,7 +19,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from titan_moe.config import JobConfig
 from titan_moe.config.job import Parallelism
-from titan_moe.config.validate import resolved_dtypes
+from titan_moe.config.validate import resolved_dtypes, validate
+from titan_moe.errors import ConfigError
 from titan_moe.models import init_parameters
 from titan_moe.observe.flops import flops_per_token
 from titan_moe.observe.memory import Held, TensorTracker, total_bytes
@@ -34,6 +35,15 @@ from titan_moe.plugins.targets import find
 
 _CPU = torch.device("cpu")
 _MIB = 2**20
+_DEGREES = {
+    "data_parallel_replicate_degree",
+    "data_parallel_shard_degree",
+    "context_parallel_degree",
+    "tensor_parallel_degree",
+    "pipeline_parallel_degree",
+    "expert_parallel_degree",
+    "expert_tensor_parallel_degree",
+}
 
 
 @dataclass(frozen=True)
@@ -68,16 +78,27 @@ class MemoryReport:
     """Of a micro-batch, forward and backward, without recompute."""
 
 
-def measure(config: JobConfig, *, real: bool = False) -> MemoryReport:
+def measure(
+    config: JobConfig, *, real: bool = False, on_part: Callable[[str], None] = lambda what: None
+) -> MemoryReport:
     """Run two steps of ``config`` in this process, then the forward pass with each target of recompute and offload.
 
     Args:
         config: of a run that one process can do.
         real: on the CPU's memory instead of fake tensors.
+        on_part: told what comes next.
 
     Raises:
         ConfigError: the configuration cannot run, or needs more than one process.
     """
+    shared = [key for key, degree in asdict(config.parallelism).items() if key in _DEGREES and degree > 1]
+    if shared:
+        raise ConfigError(
+            f"parallelism.{shared[0]} = {getattr(config.parallelism, shared[0])}: titan-moe memory looks at one "
+            "process that holds the whole model. Leave it out here; what a rank of a layout holds is shown by "
+            "COMM_MODE=fake_backend NGPU=n RANK=r ./run_train.sh."
+        )
+    validate(config)
     model_config, _, batch = check_run(config, 1)
     plugins = chosen(config)
     # Activations have the dtype of compute, and so do parameters as FSDP gathers them.
@@ -118,16 +139,20 @@ def measure(config: JobConfig, *, real: bool = False) -> MemoryReport:
         weight = torch.ones((), dtype=torch.float64)
         # Gradients and moments are there from the first step on.
         for step in (1, 2):
+            on_part(f"step {step}")
             with tracker if step == 2 else nullcontext():
                 runner.train_step({"input_ids": ids, "labels": ids}, weight)
                 optimizer.step()
+    on_part("forward pass")
     plain = forward(lambda module: module)
-    targets = [
-        TargetReport(target, saving.nbytes, plain - forward(partial(_recomputed, target)), saving.flops)
-        for target, saving in savings(model_config, ids.numel(), ids.shape[1], dtype.itemsize).items()
-    ]
+    targets = []
+    for target, saving in savings(model_config, ids.numel(), ids.shape[1], dtype.itemsize).items():
+        on_part(f"recompute of {target}")
+        measured = plain - forward(partial(_recomputed, target))
+        targets.append(TargetReport(target, saving.nbytes, measured, saving.flops))
     away = {}
     for target in OFFLOAD:
+        on_part(f"offload of {target}")
         offloader = Offloader(copies_for(device))
         forward(partial(_offloaded, target, offloader))
         away[target] = offloader.left - offloader.cancelled

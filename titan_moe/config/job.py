@@ -62,8 +62,8 @@ class Optimizer:
     """With training.dtype bfloat16: keep the 16 bits by which a parameter differs from its float32 master. As exact as
     master_dtype float32, in 2 bytes instead of 4."""
     main_grad_dtype: Literal["float32", "bfloat16"] | None = None
-    """How gradients are kept until the step; None: in the parameters' dtype. Sums over micro-batches would lose too much
-    in fewer bits."""
+    """How gradients are kept until the step; None: in the parameters' dtype. Sums over micro-batches would lose too
+    much in fewer bits."""
     stochastic_rounding: bool = False
     """Round what is stored in less than float32 up or down by chance instead of to nearest."""
     offload_fraction: float = 0.0
