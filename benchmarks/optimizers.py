@@ -152,7 +152,7 @@ def show_moments(runs: Runs) -> Table:
 
 def show_muon(runs: Runs) -> Table:
     table = Table("optimizer", "validation loss, nats a byte", "lr", "s")
-    for name, rates in (("AdamW", (1e-3, 2e-3, 4e-3)), ("Muon", (2e-3, 4e-3, 8e-3))):
+    for name, rates in (("AdamW", (5e-4, 1e-3, 2e-3)), ("Muon", (4e-3, 8e-3, 1.6e-2))):
         for lr in rates:
             add_run(table, name, runs.get(name=name, lr=lr), f"{lr:g}")
     return table
