@@ -190,8 +190,6 @@ def _stages(
             entering = torch.empty(entering.shape, dtype=entering.dtype, requires_grad=entering.requires_grad)
             output, saved = _forward_backward(pipeline, index, entering if index else micro["input_ids"], micro)
             reports.append(_report(index, pipeline.layout[index], module, compute_dtype, output, saved))
-            # Its gathered parameters and gradients are not wanted any more.
-            module.to_empty(device="meta")
     return tuple(reports), optimizer
 
 

@@ -160,18 +160,22 @@ def fate(saved: dict, run: object) -> str:
     if saved["recompute"] != "":
         if saved["recompute"] in run.recompute:
             return "recomputed"
-        if "moe" in run.recompute and (saved["recompute"] == "moe_act" or saved["recompute"] == "shared_experts"):
+        inner = saved["recompute"] == "moe_act" or saved["recompute"] == "shared_experts"
+        if inner and run.engine == "megatron" and "moe" in run.recompute:
             return "recomputed"
-    if saved["offload"] != "" and saved["offload"] in run.offload:
+    if saved["offload"] != "" and saved["offload"] in run.offload and saved["bytes"] >= run.offload_least:
         return "offloaded"
     return "kept"
 
 
 def bytes_with(rows: list, run: object, wanted: str) -> float:
-    """Bytes of the rows that share one fate."""
+    """Bytes of the rows that share one fate; of what is offloaded, the share that does not travel is kept."""
     total = 0
     for saved in rows:
-        if fate(saved, run) == wanted:
+        found = fate(saved, run)
+        if found == "offloaded" and wanted != "recomputed":
+            total += saved["bytes"] * (run.offload_fraction if wanted == "offloaded" else 1 - run.offload_fraction)
+        elif found == wanted:
             total += saved["bytes"]
     return total
 

@@ -110,6 +110,8 @@ def main(argv: Sequence[str], default_gpus: int) -> None:
     if flags.trace:
         run = replace(run, exact=True)
     result = predict(s, run, system)
+    if flags.config is not None:
+        result["not_priced"] = not_priced(config)
     _write(flags, run, system, result)
     if flags.json:
         print(as_json(result))
@@ -135,7 +137,7 @@ def request(
         if flags.gpus is None:
             raise ConfigError(f"--gpus is missing. {PROGRAM} --help lists the options.")
         return config_of(flags), flags.gpus, options
-    said = "model seq tp cp pp vpp ep etp mbs gbs schedule pp_layout mtp moments".split()
+    said = "model seq tp cp pp vpp ep etp mbs gbs schedule pp_layout mtp moments recompute offload".split()
     clash = [name for name in said if name in given]
     if clash:
         raise ConfigError(f"--{clash[0]} with --config: the file says it. Change it by --section.key value.")
@@ -144,17 +146,33 @@ def request(
 
 
 def own_options(config: JobConfig, options: Options) -> Options:
-    """``options`` for a run of this project's own trainer."""
-    full = config.activation_checkpoint.mode == "full" or "recompute" in config.plugins.use
-    recompute = options.recompute or (["full"] if full else [])
+    """``options`` for a run of this project's own trainer: what is recomputed, what travels, and how."""
+    checkpoint = config.activation_checkpoint
+    full = checkpoint.mode == "full" or (checkpoint.mode == "none" and "recompute" in config.plugins.use)
+    named = [target for target in checkpoint.targets if not _is_pattern(target)]
     dispatcher = config.moe.dispatcher if config.moe.dispatcher not in (None, "local") else options.dispatcher
     return replace(
         options,
         engine="titan",
         memory_efficient_permutation=True,
-        recompute=recompute,
+        recompute=["full"] if full else named if checkpoint.mode == "targets" else [],
+        offload=[target for target in config.activation_offload.targets if not _is_pattern(target)],
         dispatcher=dispatcher,
     )
+
+
+def not_priced(config: JobConfig) -> list[str]:
+    """What a configuration saves that the formulas do not know: planned as if it were off."""
+    checkpoint = config.activation_checkpoint
+    notes = ["activation_checkpoint.mode = 'selective'"] if checkpoint.mode == "selective" else []
+    targets = checkpoint.targets if checkpoint.mode == "targets" else []
+    for key, asked in (("activation_checkpoint", targets), ("activation_offload", config.activation_offload.targets)):
+        notes += [f"{key}.targets: {target!r}" for target in asked if _is_pattern(target)]
+    return notes
+
+
+def _is_pattern(target: str) -> bool:
+    return "." in target or "*" in target
 
 
 def config_of(flags: Flags) -> JobConfig:

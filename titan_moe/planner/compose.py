@@ -140,6 +140,10 @@ def compose(s: object, c: object, stages: list) -> dict:
         "reshard": False,
         "parameter_bytes": 4,
         "compute_bytes": 2,
+        "sequence_parallel": True,
+        "cp_method": "allgather",
+        "offload_fraction": 1,
+        "offload_least": 0,
         "document_mask": False,
         "exact": False,
     }

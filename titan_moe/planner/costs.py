@@ -213,6 +213,8 @@ def recompute_seconds(
     total = 0
     if "layernorm" in run.recompute:
         total += moved["norms"] / memory
+    if "qk_norm" in run.recompute:
+        total += moved["glue"] / memory
     if "mla_up_proj" in run.recompute and s.latent:
         total += linear_seconds(s, run, y, ["q_up", "kv_up", "q"]) + moved["glue"] / memory
     if "core_attn" in run.recompute:
@@ -224,7 +226,7 @@ def recompute_seconds(
         return total + again + (moved["permutation"] + moved["activation"]) / memory
     if "moe_act" in run.recompute:
         total += moved["activation"] / memory
-    if "shared_experts" in run.recompute:
+    if "shared_experts" in run.recompute or "shared_expert" in run.recompute:
         total += forward["shared and dense"]
     return total
 

@@ -30,12 +30,21 @@ def binding_wall(result: dict) -> str:
     return max(WALLS, key=lambda wall: sum(parts.get(name, 0) for name in WALLS[wall]))
 
 
-def _options(s: Shape, run: Run) -> list[tuple[str, Run]]:
-    """Single changes that save memory, with how they are asked for."""
+def _options(s: Shape, run: Run) -> list[tuple[str, str, Run]]:
+    """Single changes that save memory: the key that each sets, how it is asked for, and the run with it."""
     choices = []
     if run.engine == "titan":
+        key = "--activation_checkpoint"
+        if not run.recompute:
+            fine = ["layernorm", "core_attn", *(["mla_up_proj"] if s.latent else [])]
+            text = f"{key}.mode targets {key}.targets {' '.join(fine)}"
+            choices.append((key, text, replace(run, recompute=fine)))
         if "full" not in run.recompute:
-            choices.append(("--activation_checkpoint.mode full", replace(run, recompute=["full"])))
+            choices.append((key, f"{key}.mode full", replace(run, recompute=["full"])))
+        if run.state_away == 0:
+            here = {name: [weight, gradient, 0] for name, (weight, gradient, _) in run.stored.items()}
+            text = "--optimizer.offload_fraction 1"
+            choices.append((text, text, replace(run, stored=here, state_away=run.state_bytes)))
         return choices
     if not run.memory_efficient_permutation:
         choices.append(("--memory-efficient-permutation", replace(run, memory_efficient_permutation=True)))
@@ -56,35 +65,34 @@ def _options(s: Shape, run: Run) -> list[tuple[str, Run]]:
         for target in ("expert_fc1", "moe_act", "core_attn")
         if target not in run.offload
     ]
-    return choices
+    return [(text, text, changed) for text, changed in choices]
 
 
 def cheapest_fit(s: Shape, run: Run, system: System) -> str | None:
     """The options that make a run fit at the least cost in time; None where no combination here does."""
     limit = predict(s, run, system)["limit_gib"]
-    taken: list[str] = []
+    taken: dict[str, str] = {}
     for _ in range(4):
         tried = []
-        for text, changed in _options(s, run):
+        for key, text, changed in _options(s, run):
             worst = max(rank_memory(s, changed, rank)["total"] for rank in range(run.pp))
-            tried.append((text, changed, worst))
+            tried.append((taken | {key: text}, changed, worst))
         if not tried:
             return None
         fitting = [item for item in tried if item[2] <= limit]
         if fitting:
-            text, changed, _ = min(fitting, key=lambda item: predict(s, item[1], system)["step_time_s"])
+            texts, changed, _ = min(fitting, key=lambda item: predict(s, item[1], system)["step_time_s"])
             cost = predict(s, changed, system)["step_time_s"]
-            return f"{' '.join([*taken, text])} ({cost:.2f} s per step)"
+            return f"{' '.join(texts.values())} ({cost:.2f} s per step)"
         # Nothing alone is enough: take what saves the most for its time, and go on.
         now = max(rank_memory(s, run, rank)["total"] for rank in range(run.pp))
         before = predict(s, run, system)["step_time_s"]
 
-        def worth(item: tuple[str, Run, float], now: float = now, before: float = before) -> float:
+        def worth(item: tuple[dict[str, str], Run, float], now: float = now, before: float = before) -> float:
             slower = predict(s, item[1], system)["step_time_s"] / before - 1
             return (now - item[2]) / (max(slower, 0) + 0.005)
 
-        text, run, _ = max(tried, key=worth)
-        taken.append(text)
+        taken, run, _ = max(tried, key=worth)
     return None
 
 

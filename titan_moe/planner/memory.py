@@ -15,11 +15,13 @@ from titan_moe.models.count import (
     router_parameters,
 )
 from titan_moe.planner.activations import all_bytes, bytes_with, head_rows, layer_rows, mtp_rows, routed_rows, tokens_of
-from titan_moe.planner.own_activations import own_model_rows
+from titan_moe.planner.own_activations import own_model_rows, own_output_rows
 from titan_moe.planner.parameters import stage_entries
 from titan_moe.planner.schedules import folds, in_flight, keeps_all, order_of, rank_of, round_size
 
 GIB = 1024 * 1024 * 1024
+LAYERS = ["dense layer", "MoE layer"]
+"""Parts of a stage that targets and whole-layer recompute reach."""
 
 
 def stage_parameters(s: object, run: object, stage: object) -> list:
@@ -121,6 +123,8 @@ def stage_rows(s: object, run: object, stage: object) -> list:
         parts.append(["head", 1 + s.mtp, head_rows(s, run)])
     if run.engine == "titan" and dense + moe > 0:
         parts.append(["all layers", 1, own_model_rows(s, run)])
+    if run.engine == "titan" and not stage.head:
+        parts.append(["stage", 1, own_output_rows(s, run)])
     return parts
 
 
@@ -128,7 +132,7 @@ def kept_bytes(s: object, run: object, stage: object) -> float:
     """Bytes that one pass through a stage keeps on the device."""
     total = 0
     for part in stage_rows(s, run, stage):
-        total += part[1] * bytes_with(part[2], run, "kept")
+        total += part[1] * (bytes_with(part[2], run, "kept") if part[0] in LAYERS else all_bytes(part[2]))
     return total
 
 

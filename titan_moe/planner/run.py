@@ -1,16 +1,17 @@
 """What is planned: a run's configuration, checked as the trainer checks it, with the options that only a plan has."""
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Literal
 
 from titan_moe.config import JobConfig, resolved_dtypes
 from titan_moe.config.degrees import reshard_after_forward
 from titan_moe.errors import ConfigError, nearest
 from titan_moe.models import FAMILIES, ModelConfig
-from titan_moe.models.count import Shape, shape_of
+from titan_moe.models.count import Shape, mtp_is_dense, shape_of
 from titan_moe.parallelize.check import check_run
 from titan_moe.parallelize.layout import Stage
 from titan_moe.parallelize.stages import pipeline_stages
+from titan_moe.planner.activations import layer_rows
 from titan_moe.planner.storage import Stored, size_of, stored_bytes
 from titan_moe.planner.systems import System
 
@@ -19,6 +20,10 @@ RECOMPUTE = ("core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "
 """Targets of report section 4.1.4; ``full`` is the whole layer."""
 OFFLOAD = ("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "expert_fc1", "moe_act", "optimizer")
 """Targets of report sections 4.1.5 and 4.1.6."""
+OWN_RECOMPUTE = "core_attn layernorm mla_up_proj mlp moe moe_act qk_norm shared_expert full".split()
+"""Those of the trainer's ``activation_checkpoint``; see docs/memory.md."""
+OWN_OFFLOAD = "attn attn_norm attn_proj core_attn expert_fc1 mlp mlp_norm moe moe_act qkv shared_expert".split()
+"""Those of its ``activation_offload``."""
 # The depths that were published with the weights; a config leaves them out unless asked.
 PUBLISHED_MTP = {
     "deepseek_v3_671b": {"mtp_depth": 1},
@@ -56,10 +61,15 @@ class Options:
     """Where this project's own modules run; their attention keeps more on a CPU."""
 
     def __post_init__(self) -> None:
-        for name, legal in (("recompute", RECOMPUTE), ("offload", OFFLOAD)):
+        own = self.engine == "titan"
+        for name, key, legal in (
+            ("recompute", "activation_checkpoint.targets", OWN_RECOMPUTE if own else RECOMPUTE),
+            ("offload", "activation_offload.targets", OWN_OFFLOAD if own else OFFLOAD),
+        ):
             for target in getattr(self, name):
                 if target not in legal:
-                    raise ConfigError(f"--{name} {target!r}: unknown target.{nearest(target, legal)}")
+                    key = key if own else f"--{name}"
+                    raise ConfigError(f"{key}: {target!r}: unknown target.{nearest(target, legal)}")
         if not 1 <= self.imbalance < 1000:
             raise ConfigError(f"--imbalance {self.imbalance}: must be at least 1, which is perfect balance.")
         if any(length < 1 for length in self.lengths):
@@ -115,6 +125,12 @@ class Run:
     """FSDP frees gathered parameters between passes."""
     parameter_bytes: float
     compute_bytes: float
+    sequence_parallel: bool
+    cp_method: str
+    offload_fraction: float
+    """Share of the bytes of each target that travels."""
+    offload_least: float
+    """Bytes of the smallest tensor that does."""
     document_mask: bool
     """The attention gets a mask of documents (this project's own modules only)."""
     exact: bool = False
@@ -149,7 +165,9 @@ def plan_of(config: JobConfig, gpus: int, options: Options, system: System) -> t
     parallelism, training = config.parallelism, config.training
     model, degrees, batch = check_run(config, gpus)
     dp = degrees.dp_replicate * degrees.dp_shard
-    _check_system(options, system, model)
+    _check_precision(options, system)
+    if options.engine == "megatron":
+        _check_recompute(options, model)
     mbs = parallelism.pipeline_parallel_microbatch_size if degrees.pp > 1 else batch.local
     titan = options.engine == "titan"
     dtype, compute = resolved_dtypes(config)
@@ -180,18 +198,45 @@ def plan_of(config: JobConfig, gpus: int, options: Options, system: System) -> t
         reshard=titan and reshard_after_forward(parallelism),
         parameter_bytes=size_of(dtype) if titan else 4,
         compute_bytes=size_of(compute) if titan else 2,
+        sequence_parallel=parallelism.enable_sequence_parallel,
+        cp_method=parallelism.context_parallel_method,
+        offload_fraction=config.activation_offload.fraction if titan else 1,
+        offload_least=config.activation_offload.min_bytes if titan else 0,
         document_mask=titan and training.document_mask,
         **{f.name: getattr(options, f.name) for f in fields(Options) if f.name != "moments"},
     )
+    if titan:
+        _check_own_targets(shape, run)
     return shape, run
 
 
-def _check_system(options: Options, system: System, model: ModelConfig) -> None:
+def _check_precision(options: Options, system: System) -> None:
     peaks = {"bf16": system.peak_bf16, "fp8_block": system.peak_fp8, "mxfp8": system.peak_fp8, "nvfp4": system.peak_fp4}
     if not peaks[options.precision]:
         legal = ", ".join(name for name, peak in peaks.items() if peak)
         raise ConfigError(f"--precision {options.precision}: {system.name} has no such products. Legal: {legal}.")
+
+
+def _check_recompute(options: Options, model: ModelConfig) -> None:
     if "mla_up_proj" in options.recompute and not model.attention(0).latent:
         raise ConfigError(f"--recompute mla_up_proj: {model.family} has no latent attention. Leave it out.")
     if "mlp" in options.recompute and not model.num_dense_layers:
         raise ConfigError(f"--recompute mlp: {model.family} has no dense feed-forward. Leave it out; 'moe' is the MoE.")
+
+
+def _check_own_targets(shape: Shape, run: Run) -> None:
+    for key, name in (("activation_checkpoint", "recompute"), ("activation_offload", "offload")):
+        for target in getattr(run, name):
+            alone = replace(run, recompute=[], offload=[])
+            setattr(alone, name, [target])
+            rows = [row for dense in (True, False) if _has_layers(shape, dense) for row in layer_rows(shape, alone, dense)]
+            if target != "full" and all(row[name] != target for row in rows):
+                raise ConfigError(
+                    f"{key}.targets: {target!r} matched nothing in the model. Take it out, or name parts that it has."
+                )
+
+
+def _has_layers(s: Shape, dense: bool) -> bool:
+    if dense:
+        return s.num_dense > 0
+    return s.num_dense < s.num_layers or (s.mtp > 0 and not mtp_is_dense(s))

@@ -26,7 +26,7 @@ from titan_moe.models.count import (
     router_parameters,
     shape_of,
 )
-from titan_moe.planner.activations import bytes_with, layer_rows, mtp_rows
+from titan_moe.planner.activations import all_bytes, bytes_with, layer_rows, mtp_rows
 from titan_moe.planner.command import Flags, config_of, options_of
 from titan_moe.planner.compose import even_stages, refusal
 from titan_moe.planner.costs import head_seconds, joint_seconds, layer_seconds, total_of
@@ -291,13 +291,15 @@ def _kept(shape: Shape, view: "_View") -> list[float]:
     dense = bytes_with(layer_rows(shape, view, True), view, "kept") if shape.num_dense else 0.0
     moe = bytes_with(layer_rows(shape, view, False), view, "kept") if shape.num_dense < shape.num_layers else 0.0
     # Of the heads hardly more than one pass is in flight.
-    return [dense / GIB, moe / GIB, bytes_with(mtp_rows(shape, view), view, "kept") / GIB, 0.0]
+    return [dense / GIB, moe / GIB, all_bytes(mtp_rows(shape, view)) / GIB, 0.0]
 
 
 class _View:
     """The options of a candidate as the formulas of layers read them."""
 
     engine = "megatron"
+    offload_fraction = 1
+    offload_least = 0
 
     def __init__(self, place: Flags, method: dict[str, Any]) -> None:
         self.__dict__ |= vars(place) | {"lengths": options_of(place).lengths} | method

@@ -9,7 +9,7 @@ from rich.table import Table
 from titan_moe.models.count import Shape
 from titan_moe.planner.activations import fate
 from titan_moe.planner.explain import binding_wall, fit_sentence, shares
-from titan_moe.planner.memory import stage_rows
+from titan_moe.planner.memory import LAYERS, stage_rows
 from titan_moe.planner.run import Run
 from titan_moe.planner.systems import System
 
@@ -59,6 +59,8 @@ def show(s: Shape, run: Run, system: System, result: dict[str, Any], *, tensors:
         table.add_row("report", *(f"{memory[name]:.1f}" for name in names), "Table 3's rule")
     console.print(table)
     console.print(fit_sentence(s, run, system, result))
+    for note in result.get("not_priced", []):
+        console.print(f"not priced, planned as if it were off: {note}")
     if tensors:
         console.print(_tensors(s, run))
     console.print(
@@ -91,5 +93,5 @@ def _tensors(s: Shape, run: Run) -> Table:
                 ways += [f"offload {row['offload']}"] * bool(row["offload"])
                 shape = f"[{row['tokens']:g}, {row['width']:g}] x {row['size']:g} B"
                 size = f"{row['bytes'] / 2**20:.1f}"
-                table.add_row(part, row["name"], shape, size, row["why"], ", ".join(ways), fate(row, run))
+                table.add_row(part, row["name"], shape, size, row["why"], ", ".join(ways), fate(row, run) if part in LAYERS else "kept")
     return table
