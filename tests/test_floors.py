@@ -26,6 +26,7 @@ NEIGHBOURS = {
     ("trainer", "planner"),
     ("trainer", "rerun"),
     ("planner", "dry_run"),
+    ("memory", "planner"),
     ("hf", "models"),
     ("parallelize", "fsdp_ep"),
     *((room, "errors") for room in ("kernels", "config", "distributed")),

@@ -38,6 +38,7 @@ def test_measures_are_those_of_the_model_and_its_formulas(tmp_path, real):
     # Three of four layers' norms' inputs and fp32 sums.
     assert report.offload["attn_norm"] == 3 * 64 * (64 + 1) * 4
     assert total_bytes(report.peak) > report.kept > 0
+    assert report.planned == pytest.approx(report.kept, rel=0.01)
 
 
 def test_what_the_configuration_switches_on_is_measured(tmp_path):
@@ -47,6 +48,7 @@ def test_what_the_configuration_switches_on_is_measured(tmp_path):
     by_name = {one.target: one.measured for one in plain.recompute}
     assert plain.kept - saving.kept == by_name["layernorm"] + by_name["core_attn"]
     assert total_bytes(saving.peak) < total_bytes(plain.peak)
+    assert saving.planned == pytest.approx(saving.kept, rel=0.01)
     away = measure(job(tmp_path, activation_offload={"targets": ["attn_norm"], "min_bytes": 0}))
     # One element stands for each of three layers' two buffers on the host.
     assert plain.kept - away.kept == plain.offload["attn_norm"] - 3 * 2 * 4

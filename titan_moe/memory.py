@@ -8,7 +8,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 
 import torch
@@ -26,6 +26,10 @@ from titan_moe.observe.flops import flops_per_token
 from titan_moe.observe.memory import Held, TensorTracker, total_bytes
 from titan_moe.optim import build_optimizer
 from titan_moe.parallelize import Whole, build_model, check_run
+from titan_moe.planner.command import own_options
+from titan_moe.planner.memory import kept_bytes
+from titan_moe.planner.run import Options, plan_of
+from titan_moe.planner.systems import system_of
 from titan_moe.plugins import Application, PluginContext, chosen
 from titan_moe.plugins.offload import OFFLOAD, copies_for, offload_activations
 from titan_moe.plugins.offloader import Offloader
@@ -52,7 +56,7 @@ class TargetReport:
 
     target: str
     predicted: int
-    """Bytes not kept, by the formulas of ``titan_moe.plugins.savings``."""
+    """Bytes not kept, as ``titan-moe plan`` has it."""
     measured: int
     flops: int
     """Of the products that run again."""
@@ -69,6 +73,8 @@ class MemoryReport:
     optimizer: int
     kept: int
     """From the forward pass for the backward pass, as configured."""
+    planned: int
+    """The same as ``titan-moe plan`` predicts it."""
     peak: tuple[Held, ...]
     """What was alive at the peak of the second step, besides the three above."""
     recompute: tuple[TargetReport, ...]
@@ -100,6 +106,13 @@ def measure(
         )
     validate(config)
     model_config, _, batch = check_run(config, 1)
+    shape, run = plan_of(config, 1, own_options(config, Options(device="cpu")), system_of("h100"))
+    # The batches here have no documents.
+    run = replace(run, document_mask=False)
+
+    def planned(recompute: list[str], offload: list[str]) -> float:
+        return kept_bytes(shape, replace(run, recompute=recompute, offload=offload), run.stages[0])
+
     plugins = chosen(config)
     # Activations have the dtype of compute, and so do parameters as FSDP gathers them.
     dtype = getattr(torch, resolved_dtypes(config)[1])
@@ -149,7 +162,8 @@ def measure(
     for target, saving in savings(model_config, ids.numel(), ids.shape[1], dtype.itemsize).items():
         on_part(f"recompute of {target}")
         measured = plain - forward(partial(_recomputed, target))
-        targets.append(TargetReport(target, saving.nbytes, measured, saving.flops))
+        predicted = round(planned([], []) - planned([target], []))
+        targets.append(TargetReport(target, predicted, measured, saving.flops))
     away = {}
     for target in OFFLOAD:
         on_part(f"offload of {target}")
@@ -163,6 +177,7 @@ def measure(
         gradients=_bytes(p.grad for p in model.parameters() if p.grad is not None),
         optimizer=_bytes(states),
         kept=forward(configured),
+        planned=round(planned(run.recompute, run.offload)),
         peak=tuple(tracker.peak()),
         recompute=tuple(targets),
         offload=away,
@@ -191,7 +206,8 @@ def show(report: MemoryReport, console: Console, rows: int = 40) -> None:
     static = report.parameters + report.gradients + report.optimizer
     console.print(
         f"{report.tokens:,} tokens. MiB: parameters {_mib(report.parameters)}, gradients {_mib(report.gradients)}, "
-        f"optimizer {_mib(report.optimizer)}; kept between forward and backward {_mib(report.kept)}; at the peak "
+        f"optimizer {_mib(report.optimizer)}; kept between forward and backward {_mib(report.kept)}, "
+        f"predicted {_mib(report.planned)}; at the peak "
         f"{_mib(peak)} of activations and temporaries, {_mib(static + peak)} in all."
     )
     grouped: Counter[tuple] = Counter()
@@ -206,7 +222,7 @@ def show(report: MemoryReport, console: Console, rows: int = 40) -> None:
     if rest:
         table.add_row(_mib(rest), str(sum(count for _, count in ordered[rows:])), "", "", "smaller ones", "")
     console.print(table)
-    table = Table("target", "MiB measured", "MiB by formula", "more FLOPs", title="recompute would not keep")
+    table = Table("target", "MiB measured", "MiB predicted", "more FLOPs", title="recompute would not keep")
     for one in report.recompute:
         share = f"{one.flops / report.step_flops:.1%}"
         table.add_row(one.target, _mib(one.measured), _mib(one.predicted), share)

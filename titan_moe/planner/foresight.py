@@ -2,17 +2,20 @@
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch import nn
 
 from titan_moe.config import JobConfig
+from titan_moe.models.count import Shape
+from titan_moe.moe import MoE
+from titan_moe.observe.memory import TensorTracker, total_bytes
 from titan_moe.planner.command import own_options
 from titan_moe.planner.memory import kept_bytes
 from titan_moe.planner.predict import predict
-from titan_moe.planner.run import Options, plan_of
+from titan_moe.planner.run import Options, Run, plan_of
 from titan_moe.planner.systems import System, system_of
 
 STEP = 10
@@ -32,35 +35,41 @@ class Foresight:
 
     def __init__(self, config: JobConfig, world: int, device: torch.device) -> None:
         self.config, self.world, self.device = config, world, device
-        # What is recomputed or moved to the host never passes the hooks that count.
-        plain = config.activation_checkpoint.mode == "none" and not config.activation_offload.targets
-        plain = plain and not config.plugins.use and config.parallelism.pipeline_parallel_degree == 1
+        # Copies on a CPU's second arena cannot be told from what stays, nor what a compiled layer keeps by its parts.
+        plain = not config.activation_offload.targets and "offload" not in config.plugins.use
+        plain = plain and not config.compile.enable and config.parallelism.pipeline_parallel_degree == 1
         self.counts = plain and device.type == "cpu"
         self.saved: int | None = None
+        self.rows: list[int] = []
         self.since: tuple[int, float] | None = None
 
     @contextmanager
     def first_micro_batch(self, step: int, model: nn.Module) -> Iterator[None]:
-        """Counts what autograd saves within the block, if it is the step's turn.
+        """Measures what is held when the forward pass within the block is done, if it is the step's turn.
 
-        On a CPU, without a pipeline, recompute or offload.
+        On a CPU, without a pipeline, offload or compilation.
         """
         if step != STEP or not self.counts:
             yield
             return
-        storages: dict[int, torch.UntypedStorage] = {}
-        held = {_storage(parameter)._cdata for parameter in model.parameters()}
+        rows: dict[nn.Module, int] = {}
 
-        def pack(tensor: Tensor) -> Tensor:
-            storage = _storage(tensor)
-            if storage._cdata not in held:
-                storages[storage._cdata] = storage
-            return tensor
+        def count(experts: nn.Module, inputs: tuple) -> None:
+            # Of a layer that runs again the second time changes nothing.
+            rows[experts] = inputs[2].numel()
 
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        def forward_done(*_: object) -> None:
+            self.saved = total_bytes(tracker.alive())
+
+        tracker = TensorTracker(model)
+        with ExitStack() as stack:
+            for module in model.modules():
+                if isinstance(module, MoE):
+                    stack.callback(module.experts.register_forward_pre_hook(count).remove)
+            stack.callback(model.register_forward_hook(forward_done).remove)
+            stack.enter_context(tracker)
             yield
-        # Parameters that FSDP gathered for compute are empty by now.
-        self.saved = sum(storage.nbytes() for storage in storages.values())
+        self.rows = list(rows.values())
 
     def after(self, step: int, tokens: int) -> str | None:
         """The line to print after ``STEP``, with the tokens trained on so far; None at other steps."""
@@ -80,9 +89,10 @@ class Foresight:
         elif self.saved is None:
             return None
         else:
+            run, routing = self._as_routed(shape, run)
             predicted = kept_bytes(shape, run, run.stages[0])
             memory = (
-                f"saved activations {predicted / 2**20:.2f} MiB, measured {self.saved / 2**20:.2f} "
+                f"saved activations{routing} {predicted / 2**20:.2f} MiB, measured {self.saved / 2**20:.2f} "
                 f"({predicted / self.saved - 1:+.1%})"
             )
         if system is None:
@@ -90,12 +100,16 @@ class Foresight:
         rate = predict(shape, run, system)["tokens_per_s_per_gpu"] * self.world
         return f"predicted {memory}; {rate:,.0f} tokens/s, measured {speed:,.0f}"
 
+    def _as_routed(self, shape: Shape, run: Run) -> tuple[Run, str]:
+        """The run with the rows that this rank's experts had, which no plan can know, and words that say so."""
+        even = run.mbs * run.seq / run.cp / run.tp * shape.top_k * run.etp
+        if not self.rows or all(rows == even for rows in self.rows):
+            return run, ""
+        share = sum(self.rows) / len(self.rows) / even
+        return replace(run, imbalance=share), f" (with this rank's experts at {share:.0%} of even routing, as measured)"
+
     def _system(self) -> System | None:
         if self.device.type != "cuda":
             return None
         name = torch.cuda.get_device_name(self.device)
         return next((system_of(part.lower()) for part in _DEVICES if part in name), None)
-
-
-def _storage(tensor: Tensor) -> torch.UntypedStorage:
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).untyped_storage()

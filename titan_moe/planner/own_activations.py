@@ -69,7 +69,7 @@ def own_latent_rows(s: object, run: object) -> list:
         rows.append(own_row(run, "latent of all ranks", T * run.cp, both, w, "weight gradient of kv_b", [], ["attn"]))
     else:
         rows.append(own_row(run, "kv_a norm", T, s.kv_lora, w, "weight gradient of kv_b", ["qk_norm"], ["attn"]))
-        if "mla_up_proj" in run.recompute:
+        if "mla_up_proj" in run.recompute and run.cp == 1:
             rows.append(own_row(run, "rotated key part", T, s.d_rope, w, "keys are made again from it", [], ["attn"]))
     return rows
 
@@ -112,6 +112,10 @@ def own_softmax_rows(s: object, run: object) -> list:
     makers = ["mla_up_proj"] if s.latent else []
     if s.qk_norm:
         makers = ["qk_norm"]
+    # What was exchanged is not made again, nor is what comes back.
+    exchanged = run.cp > 1 and run.cp_method == "alltoall"
+    if exchanged:
+        makers = []
     cpu = run.device == "cpu"
     width = s.d_qk + (8 if s.sinks else 0)
     gathered = run.cp > 1 and run.cp_method == "allgather"
@@ -127,7 +131,7 @@ def own_softmax_rows(s: object, run: object) -> list:
         rows.append(own_row(run, "k without sinks", keys, G * s.d_qk, w, "attention runs again", makers, away))
     # Values of a latent are a view of what kv_b made, which therefore stays whole.
     value = s.d_qk - s.d_rope + s.d_v if s.latent else s.d_v
-    made_values = ["mla_up_proj"] if s.latent else []
+    made_values = ["mla_up_proj"] if s.latent and not exchanged else []
     if cpu and width > s.d_v:
         # Cut out by the padding, values alone are held; gathered ones as they came.
         rows.append(own_row(run, "v, padded", keys, G * width, w, "backward of attention", ["core_attn"], away))
@@ -137,10 +141,12 @@ def own_softmax_rows(s: object, run: object) -> list:
         rows.append(own_row(run, "v", keys, G * value, w, "backward of attention", made_values, away))
     rows.append(own_row(run, "lse", T, H, FP32, "softmax of attention", ["core_attn"], away))
     out = ["attn_proj", "attn"] if cpu else ["core_attn", "attn_proj", "attn"]
-    rows.append(
-        own_row(run, "attention out", T, H * s.d_v, w, "weight gradient of the output projection", ["core_attn"], out)
-    )
-    if cpu:
+    made_out = [] if exchanged else ["core_attn"]
+    why = "weight gradient of the output projection"
+    rows.append(own_row(run, "attention out", T, H * s.d_v, w, why, made_out, out))
+    # One piece is what the output projection takes, unless padding has to be cut off.
+    whole = run.seq < 128 and (run.cp == 1 or run.cp_method == "alltoall") and width <= s.d_v
+    if cpu and not whole:
         pieces = H * max(width, s.d_v)
         rows.append(own_row(run, "attention pieces", T, pieces, w, "backward of attention", ["core_attn"], away))
     return rows
@@ -156,9 +162,7 @@ def own_attention_rows(s: object, run: object) -> list:
     ]
     projections = ["qkv", "attn"]
     if s.latent or not gathers(run):
-        rows.append(
-            own_row(run, "norm", t, s.dim, w, "weight gradient of the projections", ["layernorm"], projections)
-        )
+        rows.append(own_row(run, "norm", t, s.dim, w, "weight gradient of the projections", ["layernorm"], projections))
     if gathers(run) and (not s.latent or s.q_lora == 0):
         whole = local_tokens(run)
         rows.append(own_row(run, "norm, gathered", whole, s.dim, w, "weight gradient of q, k, v", [], projections))
@@ -200,10 +204,12 @@ def own_routed_rows(s: object, run: object) -> list:
     R = sent * run.etp * run.imbalance
     rows = []
     # Rows that travelled are kept instead, and so is the router's copy in fp32.
-    shared = s.shared_hidden > 0 and run.tp == 1
+    shared = s.shared_hidden > 0 and (run.tp == 1 or s.shared_gate)
     if not travel or w == wide or shared or s.latent_dim > 0 or "moe" in run.recompute:
         why = "weight gradients of router and experts"
-        rows.append(own_row(run, "mlp norm", t, s.dim, w, why, ["layernorm"], ["expert_fc1", "moe"]))
+        # Without sequence parallel it is cut out of what the norm made.
+        again = ["moe"] if run.tp > 1 and not run.sequence_parallel else ["layernorm"]
+        rows.append(own_row(run, "mlp norm", t, s.dim, w, why, again, ["expert_fc1", "moe"]))
     if w < FP32:
         rows.append(own_row(run, "router input", t, s.dim, FP32, "weight gradient of the router", ["moe"], ["moe"]))
     rows.append(own_row(run, "logits, scores", t, s.experts + s.top_k + 1, wide, "router", ["moe"], ["moe"]))
@@ -233,7 +239,8 @@ def own_shared_rows(s: object, run: object) -> list:
     if run.tp > 1:
         # The experts take this rank's tokens, the shared one all of them.
         why = "weight gradient of the shared expert"
-        rows.append(own_row(run, "mlp norm, all tokens", T, s.dim, w, why, ["moe"], away))
+        made = ["moe"] if run.sequence_parallel else ["layernorm"]
+        rows.append(own_row(run, "mlp norm, all tokens", T, s.dim, w, why, made, away))
     up = s.halves * width
     activated = ["moe_act", "shared_expert", "moe"]
     rows.append(own_row(run, "shared z", T, up, w, "backward of the activation", again, activated))

@@ -225,11 +225,12 @@ def _check_recompute(options: Options, model: ModelConfig) -> None:
 
 
 def _check_own_targets(shape: Shape, run: Run) -> None:
+    kinds = [dense for dense in (True, False) if _has_layers(shape, dense)]
     for key, name in (("activation_checkpoint", "recompute"), ("activation_offload", "offload")):
         for target in getattr(run, name):
-            alone = replace(run, recompute=[], offload=[])
-            setattr(alone, name, [target])
-            rows = [row for dense in (True, False) if _has_layers(shape, dense) for row in layer_rows(shape, alone, dense)]
+            # Whatever the layout leaves of it.
+            alone = replace(run, cp_method="allgather", **{"recompute": [], "offload": [], name: [target]})
+            rows = [row for dense in kinds for row in layer_rows(shape, alone, dense)]
             if target != "full" and all(row[name] != target for row in rows):
                 raise ConfigError(
                     f"{key}.targets: {target!r} matched nothing in the model. Take it out, or name parts that it has."

@@ -93,5 +93,13 @@ def _tensors(s: Shape, run: Run) -> Table:
                 ways += [f"offload {row['offload']}"] * bool(row["offload"])
                 shape = f"[{row['tokens']:g}, {row['width']:g}] x {row['size']:g} B"
                 size = f"{row['bytes'] / 2**20:.1f}"
-                table.add_row(part, row["name"], shape, size, row["why"], ", ".join(ways), fate(row, run) if part in LAYERS else "kept")
+                table.add_row(
+                    part,
+                    row["name"],
+                    shape,
+                    size,
+                    row["why"],
+                    ", ".join(ways),
+                    fate(row, run) if part in LAYERS else "kept",
+                )
     return table

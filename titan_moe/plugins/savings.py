@@ -59,6 +59,7 @@ class _Shape:
         moe = config.moe
         self.F, self.f, self.s = config.ffn_dim, moe.hidden_dim, moe.shared_hidden_dim
         self.save = moe.save
+        self.gate = int(moe.shared_gate)
         self.n, self.E, self.k, self.De = 2 if moe.gated else 1, moe.num_experts, moe.top_k, moe.expert_dim
 
 
@@ -94,7 +95,8 @@ def _mlp(x: _Shape) -> _PerToken:
 
 
 def _shared_expert(x: _Shape) -> _PerToken:
-    return (x.n + 1) * x.s * x.b, 2 * x.n * x.D * x.s
+    # With a gate, what it multiplies too.
+    return (x.n + 1 + x.gate) * x.s * x.b, 2 * x.n * x.D * x.s
 
 
 def _moe(x: _Shape) -> _PerToken:
