@@ -4,8 +4,8 @@ import pytest
 from published import TABLE_3, prepared
 
 from titan_moe.models.count import shape_of
-from titan_moe.planner.activations import all_bytes, bytes_with, layer_rows
-from titan_moe.planner.memory import rank_memory, report_memory
+from titan_moe.planner.activations import all_bytes, bytes_with, layer_rows, routed_rows
+from titan_moe.planner.memory import rank_memory, report_memory, stage_parameters
 
 MIB = 2**20
 
@@ -142,3 +142,22 @@ def test_an_offloaded_optimizer_and_bf16_moments():
     )
     assert moved == 0
     assert low == pytest.approx(plain * 8 / 12)
+
+
+def test_folding_frees_experts_from_the_dense_layout():
+    # Section 3.3.3: TP4 x CP2 x DP8 in each of 4 pipeline stages of 256 GPUs. Bound to DP, experts would be shared by
+    # 8 ranks, their matrices cut by TP; folded, 64 ranks share them whole.
+    base = {"model": "deepseek_v3_671b", "gpus": 256, "tp": 4, "cp": 2, "pp": 4, "vpp": 4, "gbs": 512}
+    shape, bound, _ = prepared(base | {"ep": 8, "etp": 4})
+    _, folded, _ = prepared(base | {"ep": 64, "etp": 1})
+    assert (bound.dp, bound.edp, folded.dp, folded.edp) == (8, 2, 8, 1)
+    stage = bound.stages[5]
+    layers = len(stage.layers)
+    expert = 3 * 7168 * 2048
+    dense = [stage_parameters(shape, run, stage)[0] for run in (bound, folded)]
+    assert dense[0] == dense[1]
+    assert stage_parameters(shape, bound, stage)[1] == layers * 256 * expert / 32
+    assert stage_parameters(shape, folded, stage)[1] == layers * 4 * expert
+    # Rows that a rank's experts take: all 4 TP ranks' tokens where each has a quarter of every expert's matrices.
+    tokens = 4096 / 2 / 4
+    assert (routed_rows(shape, bound), routed_rows(shape, folded)) == (4 * 8 * tokens, 8 * tokens)
