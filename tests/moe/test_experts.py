@@ -177,6 +177,13 @@ def test_fault_34_group_sizes(sizes):
     assert_close(run(experts, rows, counts, weights, dy), run_oracle(experts, rows, counts, weights, dy), 1e-4, 1e-5)
 
 
+def test_an_expert_with_more_rows_than_are_computed_at_once():
+    _, experts = build(expert_linear_bias=True, dim=4, hidden_dim=3)
+    rows, counts, weights = random_rows([1100, 0, 3, 520], 4)
+    dy = torch.randn(1623, 4, dtype=torch.float64)
+    assert_close(run(experts, rows, counts, weights, dy), run_oracle(experts, rows, counts, weights, dy), atol=1e-10)
+
+
 @pytest.mark.parametrize("dim, hidden", [(5, 7), (6, 3), (1, 1)])
 def test_dims_that_are_no_multiple_of_16_bytes(dim, hidden):
     _, experts = build(torch.float32, dim=dim, hidden_dim=hidden)

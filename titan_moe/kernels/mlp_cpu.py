@@ -18,12 +18,12 @@ from titan_moe.kernels.activation import Activation, activation_backward, activa
 from titan_moe.kernels.backend import use_triton
 from titan_moe.kernels.quant_rows import dequant_rows, quant_rows
 
-_ROWS = 1024
+_ROWS = 512
 _LIBRARY = torch.library.Library("titan_moe", "FRAGMENT")
 
 
 class _Pieces:
-    """The rows of all experts, at most 1,024 of one at a time: of tokens through a map, or sorted already.
+    """The rows of all experts, at most 512 of one at a time: of tokens through a map, or sorted already.
 
     Attributes:
         token_of: token of each row; None without a map.
