@@ -127,7 +127,9 @@ def test_offloaded_rows_leave_by_their_share_and_size():
 
 def test_what_is_not_priced_is_said_and_what_is_not_there_refused(capsys):
     config = job(V3, ["layernorm", "**.o_proj"])
-    assert not_priced(config) == ["activation_checkpoint.targets: '**.o_proj'"]
+    config.moe.save, config.moe.recv_capacity_factor = "input", 1.5
+    patterns = "activation_checkpoint.targets: '**.o_proj'"
+    assert not_priced(config) == ["moe.save = 'input'", "moe.recv_capacity_factor = 1.5", patterns]
     words = ["--config", "train_configs/debug.toml", "--activation_checkpoint.mode"]
     plan([*words, "selective"], 1)
     assert "not priced" in capsys.readouterr().out

@@ -162,9 +162,13 @@ def own_options(config: JobConfig, options: Options) -> Options:
 
 
 def not_priced(config: JobConfig) -> list[str]:
-    """What a configuration saves that the formulas do not know: planned as if it were off."""
-    checkpoint = config.activation_checkpoint
+    """What of a configuration changes memory and the formulas do not know: planned as if it were off."""
+    checkpoint, moe = config.activation_checkpoint, config.moe
     notes = ["activation_checkpoint.mode = 'selective'"] if checkpoint.mode == "selective" else []
+    if moe.save != "preact":
+        notes.append(f"moe.save = {moe.save!r}")
+    if moe.recv_capacity_factor is not None:
+        notes.append(f"moe.recv_capacity_factor = {moe.recv_capacity_factor}")
     targets = checkpoint.targets if checkpoint.mode == "targets" else []
     for key, asked in (("activation_checkpoint", targets), ("activation_offload", config.activation_offload.targets)):
         notes += [f"{key}.targets: {target!r}" for target in asked if _is_pattern(target)]
