@@ -7,6 +7,8 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
+from titan_moe.fsdp_ep.reduce import OrderedReduceScatter
+
 # Names before and since torch 2.13, and which tensor argument is the rank's own part.
 _COLLECTIVES = [
     ("all_gather_into_tensor", "all_gather_single", "gather", 1),
@@ -32,4 +34,7 @@ def recorded() -> Iterator[list[tuple[str, tuple[int, ...], int]]]:
         for old, new, name, index in _COLLECTIVES:
             called = new if hasattr(dist, new) else old
             patches.enter_context(mock.patch.object(dist, called, noting(name, getattr(dist, called), index)))
+        # On CPUs FSDP's reduce-scatter is ours.
+        call = noting("scatter", OrderedReduceScatter.__call__, 1)
+        patches.enter_context(mock.patch.object(OrderedReduceScatter, "__call__", call))
         yield issued

@@ -151,7 +151,7 @@ def _backward(
         if slot_of is None:
             dweights[rows] = dw_e
         else:
-            dweights.index_copy_(0, slot_of[rows], dw_e)
+            dweights.index_copy_(0, slot_of[rows].long(), dw_e)
         if need_dx:
             right = dz_e * w_e.to(dz_e.dtype) if on_input else dz_e
             pieces.product(right, w1[e].flatten(0, 1), dx, rows)
