@@ -362,16 +362,23 @@ def check(candidates: dict[str, Candidate], x_TD: Tensor) -> None:
     print("  largest difference of outputs: " + ", ".join(f"{name} {d:.1e}" for name, d in apart.items()))
 
 
+def timed(
+    shape: Shape, candidates: dict[str, Candidate], rounds: int, wait: Callable[[], None]
+) -> tuple[Tensor, Tensor, dict[str, list[float]]]:
+    """Input, gradient of the output, and the seconds of each candidate and of the floor, after a check of outputs."""
+    x_TD = torch.randn(1, shape.T, shape.D, requires_grad=True)
+    dy_TD = torch.randn(1, shape.T, shape.D)
+    check(candidates, x_TD)
+    steps = {name: lambda c=c: c.step(x_TD, dy_TD) for name, c in candidates.items()}
+    return x_TD, dy_TD, rounds_of({**steps, "floor": floor(shape, x_TD)}, rounds, wait)
+
+
 def on_cpu(key: str, rounds: int, label: str) -> None:
     """All figures of one shape in this process, the growth of memory apart."""
     shape = SHAPES[key]
     print(f"shape ({key}) {shape}, fp32, {torch.get_num_threads()} threads, allocator {label}")
     candidates = build(shape, CPU_CANDIDATES)
-    x_TD = torch.randn(1, shape.T, shape.D, requires_grad=True)
-    dy_TD = torch.randn(1, shape.T, shape.D)
-    check(candidates, x_TD)
-    steps = {name: lambda c=c: c.step(x_TD, dy_TD) for name, c in candidates.items()}
-    seconds = rounds_of({**steps, "floor": floor(shape, x_TD)}, rounds, lambda: None)
+    x_TD, dy_TD, seconds = timed(shape, candidates, rounds, lambda: None)
     note = "" if label == "pinned" else " (allocator-dependent)"
     for name, values in seconds.items():
         ours = "" if name == "titan_moe" else f"  titan_moe / {name} {median_ratio(seconds, 'titan_moe', name):.3f}"
@@ -417,11 +424,7 @@ def _on_gpu(key: str, rounds: int, peak: float | None) -> None:
     shape = GPU_SHAPES[key]
     print(f"{key}: {shape}")
     candidates = build(shape, GPU_CANDIDATES)
-    x_TD = torch.randn(1, shape.T, shape.D, requires_grad=True)
-    dy_TD = torch.randn(1, shape.T, shape.D)
-    check(candidates, x_TD)
-    steps = {name: lambda c=c: c.step(x_TD, dy_TD) for name, c in candidates.items()}
-    seconds = rounds_of({**steps, "floor": floor(shape, x_TD)}, rounds, torch.cuda.synchronize)
+    x_TD, dy_TD, seconds = timed(shape, candidates, rounds, torch.cuda.synchronize)
     for name, values in seconds.items():
         tflops = shape.flops / statistics.median(values) / 1e12
         share = "" if peak is None else f" {tflops / peak:6.1%} of peak"

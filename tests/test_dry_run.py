@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from degree_names import NAMES
 from torch.distributed.tensor import DTensor
 
 from titan_moe.config import JobConfig, load_config
@@ -22,16 +23,6 @@ from titan_moe.parallelize.split import split_model
 
 ROOT = Path(__file__).parents[1]
 BIG = ROOT / "train_configs" / "deepseek_v3_671b_h100.toml"
-KEYS = {
-    "dpr": "data_parallel_replicate_degree",
-    "cp": "context_parallel_degree",
-    "tp": "tensor_parallel_degree",
-    "pp": "pipeline_parallel_degree",
-    "ep": "expert_parallel_degree",
-    "etp": "expert_tensor_parallel_degree",
-    "vpp": "virtual_pipeline_degree",
-    "schedule": "pipeline_parallel_schedule",
-}
 SIZES = {"dim": 32, "ffn_dim": 48, "hidden_dim": 16, "shared_hidden_dim": 16, "vocab_size": 40, "mtp_depth": 1}
 
 
@@ -41,7 +32,7 @@ def job(**degrees):
     config.model.override = dict(SIZES)
     config.training.seq_len, config.training.local_batch_size = 16, 8
     for name, value in degrees.items():
-        setattr(config.parallelism, KEYS[name], value)
+        setattr(config.parallelism, NAMES[name], value)
     return config
 
 

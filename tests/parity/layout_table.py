@@ -1,29 +1,14 @@
 """The layouts of the matrix: every axis alone, every pair of axes, and what else a run can switch on."""
 
+from degree_names import NAMES
 from model_case import Case
 
-_NAMES = {
-    "dpr": "data_parallel_replicate_degree",
-    "dps": "data_parallel_shard_degree",
-    "cp": "context_parallel_degree",
-    "tp": "tensor_parallel_degree",
-    "pp": "pipeline_parallel_degree",
-    "ep": "expert_parallel_degree",
-    "etp": "expert_tensor_parallel_degree",
-    "vpp": "virtual_pipeline_degree",
-    "sp": "enable_sequence_parallel",
-    "method": "context_parallel_method",
-    "schedule": "pipeline_parallel_schedule",
-    "layout": "pipeline_parallel_layout",
-    "micro": "pipeline_parallel_microbatch_size",
-    "reshard": "fsdp_reshard_after_forward",
-}
 _CASE = {"family", "rows", "seq_len", "passes", "ranks", "recompute", "padding"}
 
 
 def make(**keys) -> Case:
     """A case from short names of degrees, attributes of ``Case``, and else fields of the model's config."""
-    degrees = {_NAMES[name]: keys.pop(name) for name in list(keys) if name in _NAMES}
+    degrees = {NAMES[name]: keys.pop(name) for name in list(keys) if name in NAMES}
     own = {name: keys.pop(name) for name in list(keys) if name in _CASE}
     return Case(degrees=degrees, override=keys, **own)
 

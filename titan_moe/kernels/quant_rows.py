@@ -22,26 +22,28 @@ _ROWS = 32
 
 
 @triton.jit
-def quant_rows_kernel(x, codes, scales, R, N, G: tl.constexpr, BR: tl.constexpr):
+def _tile(R, N, G: tl.constexpr, BR: tl.constexpr):
+    """This program's rows of one group: their numbers, where the elements and the scales are, and which exist."""
     groups = tl.cdiv(N, G)
     group = tl.program_id(0) % groups
     r = (tl.program_id(0) // groups) * BR + tl.arange(0, BR)
     n = group * G + tl.arange(0, G)
     at = r.to(tl.int64)[:, None] * N + n[None, :]
     inside = (r < R)[:, None] & (n < N)[None, :]
+    return r, at, inside, r.to(tl.int64) * groups + group
+
+
+@triton.jit
+def quant_rows_kernel(x, codes, scales, R, N, G: tl.constexpr, BR: tl.constexpr):
+    r, at, inside, at_scale = _tile(R, N, G, BR)
     q, s = quantise_tile(tl.load(x + at, inside, other=0.0).to(tl.float32), BR, G, G, False)
     tl.store(codes + at, q, inside)
-    tl.store(scales + r.to(tl.int64) * groups + group, tl.reshape(s, [BR]), r < R)
+    tl.store(scales + at_scale, tl.reshape(s, [BR]), r < R)
 
 
 @triton.jit
 def dequant_rows_kernel(codes, scales, x, R, N, G: tl.constexpr, BR: tl.constexpr):
-    groups = tl.cdiv(N, G)
-    group = tl.program_id(0) % groups
-    r = (tl.program_id(0) // groups) * BR + tl.arange(0, BR)
-    n = group * G + tl.arange(0, G)
-    at = r.to(tl.int64)[:, None] * N + n[None, :]
-    inside = (r < R)[:, None] & (n < N)[None, :]
+    r, at, inside, at_scale = _tile(R, N, G, BR)
     code = tl.load(codes + at, inside, other=0).to(tl.int32)
     exponent, mantissa = (code >> 3) & 15, code & 7
     # By integers, since sm_80 has no such type: normal numbers by their bits, others as multiples of 2^-9.
@@ -49,7 +51,7 @@ def dequant_rows_kernel(codes, scales, x, R, N, G: tl.constexpr, BR: tl.constexp
     value = tl.where(exponent > 0, normal, mantissa.to(tl.float32) * 0.001953125)
     value = tl.where((code & 127) == 127, float("nan"), value)
     value = tl.where(code > 127, -value, value)
-    value *= tl.load(scales + r.to(tl.int64) * groups + group, r < R, other=0.0)[:, None]
+    value *= tl.load(scales + at_scale, r < R, other=0.0)[:, None]
     tl.store(x + at, rounded(value, x.dtype.element_ty), inside)
 
 
