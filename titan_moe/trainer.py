@@ -278,7 +278,8 @@ class Trainer:
         if (line := self.foresight.after(step, self.tokens)) is not None:
             self.logger.message(line)
         last = step == config.training.steps
-        if self.save_failed:
+        saving = config.checkpoint
+        if self.save_failed or (saving.max_steps_ahead and step % saving.interval == saving.max_steps_ahead):
             self.settle()
         if step % config.training.gc_freq == 0:
             gc.collect(1)

@@ -6,18 +6,23 @@ import threading
 import time
 from collections import namedtuple
 from pathlib import Path
+from unittest import mock
 
 import pool
 import pytest
 import torch
 import torch.distributed as dist
 from crashing import hold_a_writer, stamp, stamped_step
+from small_run import TINY_OPTIONS, parity, write_corpus
 from torch import nn
 from training import differences, full_state, network, start, train
 
 from titan_moe.checkpoint import Checkpointer, background, snapshot
+from titan_moe.config import validate
 from titan_moe.distributed import patient_group, set_timeout, timeout_seconds
 from titan_moe.errors import CheckpointError
+from titan_moe.plugins import chosen
+from titan_moe.trainer import Trainer
 
 
 def value_of(folder, step):
@@ -66,6 +71,43 @@ def test_a_save_waits_for_the_one_before_and_leaks_nothing_into_it(tmp_path, gat
     stamp(model, 7)
     checkpointer.close()
     assert [value_of(tmp_path, step) for step in (1, 2)] == [5, 6]
+
+
+def waits_while_writing(corpus, out, ahead):
+    """Steps after which training waits for a write that ends only when it is waited for."""
+    options = ["--training.steps", "8", "--checkpoint.enable", "--checkpoint.interval", "4"]
+    config = parity(corpus, out, *TINY_OPTIONS, *options, "--checkpoint.async_mode", "async")
+    config.checkpoint.max_steps_ahead = ahead
+    validate(config, 1)
+    waited, waits = threading.Event(), []
+    write, wait = background.write_checkpoint, Checkpointer.wait
+
+    def held_write(*args):
+        assert waited.wait(60)
+        write(*args)
+
+    def noted_wait(self):
+        if self.writing:
+            waits.append(trainer.step_done)
+            waited.set()
+        wait(self)
+        waited.clear()
+
+    with (
+        mock.patch.object(background, "write_checkpoint", held_write),
+        mock.patch.object(Checkpointer, "wait", noted_wait),
+    ):
+        trainer = Trainer(config, chosen(config))
+        trainer.run()
+        trainer.close()
+    return waits
+
+
+@pytest.mark.parametrize("ahead, waits", [(0, [8, 8]), (1, [5, 8]), (3, [7, 8])])
+def test_training_waits_when_it_is_too_many_steps_ahead_of_a_write(run_ranks, tmp_path, ahead, waits):
+    (tmp_path / "corpus").mkdir()
+    corpus = write_corpus(tmp_path / "corpus")
+    assert run_ranks(1, waits_while_writing, corpus, tmp_path / "out", ahead) == [waits]
 
 
 def test_another_process_writes_what_was_there_when_save_returned(tmp_path):

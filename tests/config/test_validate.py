@@ -77,6 +77,12 @@ def test_legal_settings_pass(tmp_path, options):
         ("--lr_scheduler.min_lr_factor 2", ["lr_scheduler.min_lr_factor = 2.0"]),
         ("--checkpoint.keep_latest_k -1", ["checkpoint.keep_latest_k = -1"]),
         ("--checkpoint.interval 0", ["checkpoint.interval = 0"]),
+        ("--checkpoint.max_steps_ahead 2", ["max_steps_ahead needs checkpoint.enable"]),
+        ("--checkpoint.enable --checkpoint.max_steps_ahead 2", ["max_steps_ahead = 2", "'disabled'"]),
+        (
+            "--checkpoint.enable --checkpoint.async_mode async --checkpoint.interval 5 --checkpoint.max_steps_ahead 5",
+            ["max_steps_ahead = 5", "interval = 5"],
+        ),
         ("--checkpoint.load_step -2", ["checkpoint.load_step = -2"]),
         ("--checkpoint.enable --checkpoint.initial_load_path nowhere", ["initial_load_path = 'nowhere'"]),
         ("--checkpoint.initial_load_path .", ["checkpoint.enable"]),

@@ -63,7 +63,8 @@ class Snapshot:
                 f"a snapshot of {size} bytes does not fit {_SHARED_MEMORY}, which has {free} left: "
                 "enlarge it, or set checkpoint.async_mode to async"
             )
-        return torch.empty(size, dtype=torch.uint8).share_memory_()
+        # share_memory_() would copy what was never written.
+        return torch.empty(0, dtype=torch.uint8).set_(torch.UntypedStorage._new_shared(size))
 
 
 def views(block: torch.Tensor, places: dict[str, Place]) -> dict[str, Part]:

@@ -220,6 +220,9 @@ class Checkpoint:
     async_mode: Literal["disabled", "async", "process", "async_with_pinned_mem"] = "disabled"
     """'async' and 'process' copy to host memory, go on training, and write from a thread or from another process.
     'async_with_pinned_mem' is torchtitan's name for 'process'."""
+    max_steps_ahead: int = 0
+    """With an async_mode: steps that training may go on while a checkpoint is being written, before it waits. A killed
+    run then loses at most interval + max_steps_ahead steps. 0: up to the next checkpoint."""
     timeout_seconds: int = 1800
     """With an async_mode: how long a process waits for the slowest one to write its part, in seconds."""
     strict: bool = True

@@ -31,6 +31,7 @@ _AT_LEAST = {
     "checkpoint.interval": 1,
     "checkpoint.keep_latest_k": 0,
     "checkpoint.load_step": -1,
+    "checkpoint.max_steps_ahead": 0,
     "checkpoint.timeout_seconds": 1,
     "validation.freq": 1,
     "metrics.log_freq": 1,
@@ -287,12 +288,24 @@ def _check_checkpoint(config: JobConfig) -> None:
         raise ConfigError("checkpoint.export_dtype = 'source' needs checkpoint.initial_load_in_hf: a folder to follow.")
     if not checkpoint.enable:
         keys = {"initial_load_path": None, "load_step": -1, "load_only": None, "exclude_from_loading": []}
+        keys |= {"max_steps_ahead": 0}
         for key, unset in keys.items():
             if getattr(checkpoint, key) != unset:
                 raise ConfigError(f"checkpoint.{key} needs checkpoint.enable. Add --checkpoint.enable.")
         return
     if path is not None and checkpoint.initial_load_in_hf and not os.path.isfile(os.path.join(path, "config.json")):
         raise ConfigError(f"checkpoint.initial_load_path = {path!r}: no config.json in it, so no Hugging Face folder.")
+    ahead = checkpoint.max_steps_ahead
+    if ahead and checkpoint.async_mode == "disabled":
+        raise ConfigError(
+            f"checkpoint.max_steps_ahead = {ahead}: with checkpoint.async_mode = 'disabled' training always waits "
+            "until a checkpoint is written. Leave it at 0, or choose another async_mode."
+        )
+    if ahead >= checkpoint.interval:
+        raise ConfigError(
+            f"checkpoint.max_steps_ahead = {ahead} with checkpoint.interval = {checkpoint.interval}: the next "
+            "checkpoint waits for the one before already. Choose fewer steps than the interval, or 0."
+        )
     if checkpoint.load_only and checkpoint.exclude_from_loading:
         raise ConfigError(
             "checkpoint.load_only = 'model' already leaves out all but the model, so checkpoint.exclude_from_loading "
