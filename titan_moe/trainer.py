@@ -37,7 +37,7 @@ from titan_moe.models.loss import IGNORE
 from titan_moe.moe.bound import unbounded
 from titan_moe.observe import MetricsLogger, Profiler, flops_per_token
 from titan_moe.optim import LossScaler, LRSchedule, build_optimizer, clip_grad_norm, set_lr
-from titan_moe.parallelize import Pipeline, Whole, build_meshes, build_model, check_run, shard_sequence
+from titan_moe.parallelize import Pipeline, Whole, build_meshes, build_model, check_run, compile_layers, shard_sequence
 from titan_moe.parallelize.signature import check_signature, signature_of_config, signature_of_parameters
 from titan_moe.planner.foresight import Foresight
 from titan_moe.plugins import Application, Plugin, PluginContext, chosen
@@ -159,9 +159,7 @@ class Trainer:
 
         def prepare(module: nn.Module) -> nn.Module:
             if config.compile.enable:
-                # First, so that what runs a layer again, or takes away what it saved, is not part of what is compiled.
-                for layer in module.layers.values():
-                    layer.forward = torch.compile(layer.forward)
+                compile_layers(module)
             return application.apply(module)
 
         meshes, timeout = None, config.comm.init_timeout_seconds

@@ -1,7 +1,9 @@
 """What the dispatchers over ``deep_ep`` ask of the package, beside the parity of ``test_dispatchers.py``."""
 
+import gc
 import subprocess
 import sys
+import weakref
 from types import ModuleType
 
 import pytest
@@ -53,6 +55,22 @@ def test_layers_of_a_group_share_one_buffer(run_ranks):
     # DeepEP's holds rows of a fixed size, HybridEP's grows by itself.
     assert run_ranks(2, buffers, "deepep") == [[1, 1, 2, 2]] * 2
     assert run_ranks(2, buffers, "hybridep") == [[1, 1, 1, 1]] * 2
+
+
+def held_after_a_layer(name):
+    use_double()
+    layer = spread(build(dim=6), name)
+    run(layer, *(t.chunk(2, 1)[dist.get_rank()] for t in data(1, 6, 6)))
+    held = layer.dispatcher.buffers[name]
+    buffer = weakref.ref(held[1] if name == "deepep" else held)
+    del layer, held
+    gc.collect()
+    return buffer() is None
+
+
+@pytest.mark.parametrize("name", FLEX)
+def test_a_buffer_ends_with_the_last_layer_that_uses_it(run_ranks, name):
+    assert run_ranks(2, held_after_a_layer, name) == [True] * 2
 
 
 def unwaited():

@@ -3,9 +3,10 @@
 import hashlib
 import sys
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -23,13 +24,14 @@ from model_case import (
     token_weight,
 )
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 from torch.distributed.tensor import DTensor
 
 from titan_moe.config.degrees import resolve_degrees
 from titan_moe.distributed import all_reduce_sum
 from titan_moe.optim import build_optimizer, clip_grad_norm
 from titan_moe.parallelize import build_meshes
-from titan_moe.parallelize.build import build_model
+from titan_moe.parallelize.build import build_model, compile_layers
 from titan_moe.parallelize.context import shard_sequence
 from titan_moe.parallelize.mesh import Meshes
 from titan_moe.plugins.recompute import recompute_layers
@@ -57,7 +59,7 @@ class Run:
             device=torch.device("cpu"),
             dtype=torch.float64,
             seed=None,
-            prepare=_recomputed if case.recompute else prepare,
+            prepare=partial(_prepared, case) if case.compile or case.recompute else prepare,
         )
         self.modules = nn.ModuleList(self.runner.modules)
         for module in self.modules:
@@ -94,8 +96,18 @@ class Run:
         return norm, self.runner.finish_step()
 
 
-def _recomputed(module: nn.Module) -> nn.Module:
-    recompute_layers(module)
+def _prepared(case: Case, module: nn.Module) -> nn.Module:
+    if case.compile:
+        # Of too many graphs the compiler gives up and runs the code as it is: it forgets other cases', and must not.
+        torch._dynamo.reset()
+        torch._dynamo.config.fail_on_recompile_limit_hit = True
+        counters.clear()
+        # All of it but code generation, whose sums have another order.
+        backend = partial(torch.compile, backend="aot_eager_decomp_partition")
+        with mock.patch.object(torch, "compile", backend):
+            compile_layers(module)
+    if case.recompute:
+        recompute_layers(module)
     return module
 
 
@@ -142,6 +154,8 @@ def run_layout(case: Case, file: str) -> tuple[dict[str, float], dict[str, tuple
         for key in report.keys() - {"names"}:
             errors[f"step {step} {key}"] = relative(report[key].double(), want["report"][key].double())
     assert step + 1 == STEPS
+    if case.compile:
+        assert counters["stats"]["unique_graphs"] > 0
     bits = {}
     for name, parameter in run.named("parameters"):
         part, weight = local(parameter.detach()), reference["weights"][name]

@@ -3,7 +3,7 @@
 from degree_names import NAMES
 from model_case import Case
 
-_CASE = {"family", "rows", "seq_len", "passes", "ranks", "recompute", "padding"}
+_CASE = {"family", "rows", "seq_len", "passes", "ranks", "recompute", "compile", "padding"}
 
 
 def make(**keys) -> Case:
@@ -93,6 +93,7 @@ FOLDED = {
 }
 
 _AUX, _GLOBAL = {"aux_loss_coef": 0.1}, {"global_aux_loss_coef": 0.1}
+_COMPILED = {"compile": True, "ranks": 4}
 _UNEVEN = {"num_experts": 7, "num_groups": 1, "topk_groups": 1, "vocab_size": 41, "ffn_dim": 22}
 _UNEVEN |= {"shared_hidden_dim": 11, "hidden_dim": 11}
 SWITCHES = {
@@ -117,6 +118,14 @@ SWITCHES = {
     "recompute dp ep": ((V3,), {"ep": 4, "recompute": True}),
     "recompute tp cp ep etp": ((V3,), {"tp": 2, "cp": 2, "ep": 2, "etp": 2, "recompute": True, **_GLOBAL}),
     "recompute pp": ((QWEN,), {"pp": 2, "vpp": 2, "schedule": "ZBVZeroBubble", "ep": 2, "recompute": True}),
+    "compile dp": ((V3,), {**_COMPILED, "passes": 2, **_AUX}),
+    "compile hsdp ep etp": ((V3,), {**_COMPILED, "dpr": 2, "ep": 2, "etp": 2, **_AUX}),
+    "compile cp ep": ((QWEN,), {**_COMPILED, "cp": 2, "ep": 4, **_AUX}),
+    "compile cp alltoall": (("gpt_oss",), {**_COMPILED, "cp": 2, "ep": 2, "method": "alltoall"}),
+    "compile global aux loss": ((V3,), {**_COMPILED, "dpr": 2, "ep": 2, "passes": 2, **_GLOBAL}),
+    "compile pp ep": ((QWEN,), {**_COMPILED, "pp": 2, "ep": 2, **_AUX}),
+    "compile vpp padding": ((QWEN,), {**_COMPILED, "pp": 2, "vpp": 2, "schedule": "Interleaved1F1B", "padding": True}),
+    "compile recompute": ((V3,), {**_COMPILED, "recompute": True, "ep": 2, **_AUX}),
     "padding dp ep": ((V3,), {"ep": 4, "padding": True}),
     "padding tp ep": ((QWEN,), {"tp": 2, "ep": 4, "padding": True, **_AUX}),
     "padding cp": ((QWEN,), {"cp": 2, "ep": 2, "padding": True}),

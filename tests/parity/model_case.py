@@ -70,6 +70,7 @@ class Case:
     passes: int = 1
     ranks: int = 8
     recompute: bool = False
+    compile: bool = False
     padding: bool = False
 
     def parallelism(self) -> Parallelism:

@@ -26,6 +26,7 @@ _HOMES = {
     "build_meshes": "mesh",
     "build_model": "build",
     "check_run": "check",
+    "compile_layers": "build",
     "parallelize": "apply",
     "plan_for": "plans",
     "shard_sequence": "context",

@@ -13,7 +13,7 @@ Not yet run on the hardware these packages need: tested against doubles of their
 import importlib
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
@@ -27,8 +27,13 @@ from titan_moe.moe.dispatch.base import Dispatched, GroupDispatcher
 from titan_moe.moe.dispatch.wire import all_gather
 from titan_moe.moe.routing import Routing, count_experts
 
-# One buffer per group and back end serves all layers: it is large, and calls do not overlap.
-_BUFFERS: WeakKeyDictionary[dist.ProcessGroup, dict[str, Any]] = WeakKeyDictionary()
+
+class _Buffers(dict[str, Any]):
+    """A group's buffers by back end: one serves all layers, as it is large and calls do not overlap."""
+
+
+# Dispatchers hold them, and they the group. Held here too, they would keep both for ever.
+_BUFFERS: WeakValueDictionary[dist.ProcessGroup, _Buffers] = WeakValueDictionary()
 
 _CLASSES = {"deepep": "Buffer", "hybridep": "HybridEPBuffer"}
 
@@ -74,6 +79,7 @@ class _FlexDispatcher(GroupDispatcher):
         self.deep_ep = load_deep_ep(self.name)
         self.block = -(-num_experts // self.ep_size)
         self.numbers = self.block * self.ep_size * etp_size
+        self.buffers = _BUFFERS.setdefault(group, _Buffers())
 
     def _renumber(self, x: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
         """Numbers and weights ``[T, K * etp]`` of each token's experts, one for each rank that has a part of one."""
@@ -91,9 +97,6 @@ class _FlexDispatcher(GroupDispatcher):
                 f"moe.dispatcher = {self.name!r} moves bfloat16 only, not {str(x.dtype).removeprefix('torch.')}. "
                 "Train in bfloat16, or set moe.dispatcher = 'alltoall'."
             )
-
-    def _buffers(self) -> dict[str, Any]:
-        return _BUFFERS.setdefault(self.group, {})
 
 
 @dataclass
@@ -207,7 +210,7 @@ class DeepEPDispatcher(_FlexDispatcher):
         """The group's buffer, made anew where rows have grown."""
         Buffer, size = self.deep_ep.Buffer, self.group.size()
         row_bytes = x.shape[1] * max(x.element_size(), 2)
-        held = self._buffers()
+        held = self.buffers
         if self.name not in held or held[self.name][0] < row_bytes:
             configs = Buffer.get_dispatch_config(size), Buffer.get_combine_config(size)
             nvl = max(config.get_nvl_buffer_size_hint(row_bytes, size) for config in configs)
@@ -307,7 +310,7 @@ class HybridEPDispatcher(_FlexDispatcher):
 
     def _buffer(self, x: Tensor) -> Any:
         """The group's buffer; the package itself lets it grow."""
-        held = self._buffers()
+        held = self.buffers
         if self.name not in held:
             held[self.name] = self.deep_ep.HybridEPBuffer(
                 group=self.group,
