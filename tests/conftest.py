@@ -46,6 +46,22 @@ def run_ranks(worker_pool: WorkerPool) -> Callable:
     return worker_pool.run
 
 
+@pytest.fixture(params=["torch", pytest.param("triton", marks=pytest.mark.slow)])
+def kernels(request: pytest.FixtureRequest) -> Iterator[str]:
+    """The backend of the kernels, each in turn. A test on Triton must launch some: nothing falls back unseen."""
+    # Imported here, so that tests without kernels need not load them.
+    from titan_moe.kernels.backend import set_backend
+    from titan_moe.kernels.launch import observed
+
+    launched, before = [], set_backend(request.param)
+    try:
+        with observed(lambda kernel, *_: launched.append(kernel)):
+            yield request.param
+    finally:
+        set_backend(before)
+    assert bool(launched) == (request.param == "triton")
+
+
 @pytest.fixture(scope="module")
 def one_thread() -> Iterator[None]:
     """Small models, which more threads than one only slow down, and whose sums then have one order."""

@@ -14,13 +14,10 @@ from titan_moe.kernels.launch import observed
 from titan_moe.kernels.router_topk import _RouterTopk
 from titan_moe.moe import MoE, MoEConfig
 
-QUICK = ("sigmoid_bias_groups", "gpt_oss", "llama4")
 
-
+# The quick suite's share; the slow one runs tests/moe on both backends.
 @pytest.mark.parametrize("valid", [None, PADDING], ids=["full", "padded"])
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in QUICK else (pytest.mark.slow,)) for name in CASES]
-)
+@pytest.mark.parametrize("name", ["sigmoid_bias_groups", "gpt_oss", "llama4"])
 def test_layer_on_triton_equals_the_loop(name, valid):
     layer = build(**CASES[name])
     x, dy = data()

@@ -41,11 +41,13 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.usefixtures("kernels")
 def test_logits_loss_and_gradients_equal_transformers(case):
     _compare(*CASES[case], seq_len=24)
 
 
 @pytest.mark.parametrize("case", ["qwen3_moe", "deepseek_v3", "gpt_oss", "mixtral_window"])
+@pytest.mark.usefixtures("kernels")
 def test_sequences_long_enough_to_be_cut_equal_transformers(case):
     _compare(*CASES[case], seq_len=128)
 

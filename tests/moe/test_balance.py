@@ -97,6 +97,7 @@ def test_fault_13_main_loss_zero_leaves_the_gradient_of_the_auxiliary_losses(fie
     assert (report["aux_loss_L"] != 0).item() == (enabled != "z_loss_coef")
 
 
+@pytest.mark.usefixtures("kernels")
 def test_fault_9_sigmoid_router_uses_sigmoid_scores():
     sigmoid, softmax = Layer(score_function="sigmoid", aux_loss_coef=1.0), Layer(aux_loss_coef=1.0)
     x = batch()
@@ -111,6 +112,7 @@ def test_fault_9_sigmoid_router_uses_sigmoid_scores():
 
 @pytest.mark.parametrize("function", ["softmax", "sigmoid", "sqrtsoftplus"])
 @pytest.mark.parametrize("name", COEFS[:3])
+@pytest.mark.usefixtures("kernels")
 def test_uniform_router_gives_exactly_the_coefficient(name, function):
     layer = Layer(score_function=function, **{name: 0.25})
     nn.init.zeros_(layer.router.weight)
@@ -121,6 +123,7 @@ def test_uniform_router_gives_exactly_the_coefficient(name, function):
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize("padding", [False, True])
+@pytest.mark.usefixtures("kernels")
 def test_fault_7_seq_aux_gradient_does_not_depend_on_the_micro_batch_size(size, padding):
     layer, x = Layer(seq_aux_loss_coef=0.3, z_loss_coef=0.1), batch()
     valid = torch.rand(B, S) < 0.6 if padding else torch.ones(B, S, dtype=torch.bool)
@@ -151,6 +154,7 @@ def test_fault_8_identical_data_on_more_ranks_keeps_the_global_aux_gradient(rank
     torch.testing.assert_close(total, torch.autograd.grad(expected(layer, x), layer.router.weight)[0], **CLOSE)
 
 
+@pytest.mark.usefixtures("kernels")
 def test_fault_8_data_split_over_two_ranks_gives_the_global_aux_gradient_of_one():
     x, weight = batch(), torch.tensor(1 / (B * S), dtype=torch.float64)
     whole = Layer(global_aux_loss_coef=0.3)
@@ -169,6 +173,7 @@ def test_fault_8_data_split_over_two_ranks_gives_the_global_aux_gradient_of_one(
     torch.testing.assert_close(total, want, **CLOSE)
 
 
+@pytest.mark.usefixtures("kernels")
 def test_global_aux_uses_the_counts_of_the_step_so_far_and_starts_anew_after_it():
     layer = Layer(global_aux_loss_coef=1.0)
     # As three ranks with the same data: an all-reduce works in place and must leave the running counts alone.
@@ -188,6 +193,7 @@ def test_global_aux_uses_the_counts_of_the_step_so_far_and_starts_anew_after_it(
 
 
 @pytest.mark.parametrize("fields", [{}, V3])
+@pytest.mark.usefixtures("kernels")
 def test_fault_11_half_the_tokens_padded_equals_the_unpadded_run(fields):
     def run(x, valid):
         layer = Layer(**fields, **dict.fromkeys(COEFS, 0.1), capacity_factor=0.75)
@@ -225,6 +231,7 @@ def recompute(mode: str, layer: Layer, x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("order", ["one by one", "all forwards first", "last backward first", "one backward"])
 @pytest.mark.parametrize("mode", ["reentrant", "non_reentrant"])
 @pytest.mark.parametrize("jitter", [0.0, 0.1])
+@pytest.mark.usefixtures("kernels")
 def test_fault_15_recompute_counts_once_and_changes_no_loss(mode, order, jitter):
     def run(mode):
         layer = Layer(**V3, **dict.fromkeys(COEFS, 0.1), capacity_factor=0.75, jitter=jitter)
@@ -394,6 +401,7 @@ def test_a_loss_enters_where_compiled_code_returns_what_it_was_given():
 
 
 @pytest.mark.parametrize("wrap", ["compile", "checkpoint of compiled", "compiled checkpoint"])
+@pytest.mark.usefixtures("kernels")
 def test_fault_15_compiled_layer_counts_once_and_changes_no_loss(wrap):
     def run(wrap):
         layer, x = Layer(**V3, **dict.fromkeys(COEFS, 0.1), capacity_factor=0.75), batch()

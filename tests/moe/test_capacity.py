@@ -65,6 +65,7 @@ def test_probs_policy_keeps_the_highest_weights_and_ties_keep_the_lower_token():
 @pytest.mark.parametrize("factor", [0.3, 0.75, 1.0, 1.5, 8.0])
 @pytest.mark.parametrize("policy", ["probs", "position"])
 @pytest.mark.parametrize("pad", [False, True])
+@pytest.mark.usefixtures("kernels")
 def test_capacity_equals_the_loop_over_experts_with_gradients(policy, factor, padding, pad):
     router, balance, x = make(capacity_factor=factor, drop_policy=policy, pad_to_capacity=pad)
     valid = torch.arange(T) % 4 != 2 if padding else None

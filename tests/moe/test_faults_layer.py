@@ -32,6 +32,7 @@ def step(layer, x, dy=None, wrap=lambda layer, x: layer(x)):
 
 
 @pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.usefixtures("kernels")
 def test_fault_13_main_loss_zero_leaves_the_gradient_of_the_auxiliary_losses(recompute):
     layer = build(**LOSSES)
     x = torch.randn(2, 5, D, dtype=torch.float64)
@@ -64,6 +65,7 @@ def test_fault_14_and_38_no_tokens_keep_every_weight_in_the_graph(shape, overrid
 
 
 @pytest.mark.parametrize("experts", ["grouped", "sequential"])
+@pytest.mark.usefixtures("kernels")
 def test_fault_14_one_token_equals_the_same_token_among_others(experts):
     layer = build(experts=experts, shared_hidden_dim=6)
     x = torch.randn(1, 7, D, dtype=torch.float64)
@@ -133,6 +135,7 @@ def test_fault_19_constant_logits_recompute_to_the_same_routing():
 
 
 @pytest.mark.parametrize("experts", ["grouped", "sequential"])
+@pytest.mark.usefixtures("kernels")
 def test_fault_25_down_projection_bias_is_weighted_and_summed(experts):
     layer = build(expert_linear_bias=True, experts=experts)
     for name in ("w1", "w2", "b1"):
@@ -147,6 +150,7 @@ def test_fault_25_down_projection_bias_is_weighted_and_summed(experts):
 
 
 @pytest.mark.parametrize("experts", ["grouped", "sequential"])
+@pytest.mark.usefixtures("kernels")
 def test_fault_33_nan_in_dropped_tokens_reaches_no_other_token(experts):
     """Tokens marked as padding hold NaN; all others come out as if they were not there."""
     layer = build(torch.float32, experts=experts, expert_linear_bias=True)
@@ -177,6 +181,7 @@ def poisoned_memory():
 
 
 @pytest.mark.parametrize("overrides", [{"capacity_factor": 0.6}, {"pad_counts_to": 3}, EVERYTHING])
+@pytest.mark.usefixtures("kernels")
 def test_fault_33_empty_slots_under_poisoned_memory(poisoned_memory, overrides):
     """Slots without an expert read a row that is zero, in forward and backward, whatever the memory held."""
     exact, layer = build(**overrides), build(torch.float32, **overrides)
@@ -193,6 +198,7 @@ def test_fault_33_empty_slots_under_poisoned_memory(poisoned_memory, overrides):
         torch.testing.assert_close(got[name].double(), expected[name].double(), atol=1e-4, rtol=1e-4, msg=name)
 
 
+@pytest.mark.usefixtures("kernels")
 def test_fault_33_dead_expert_has_zero_gradient():
     layer = build(torch.float32, expert_linear_bias=True, router_bias=True)
     with torch.no_grad():
@@ -212,6 +218,7 @@ def test_fault_34_any_number_of_tokens_padded_to_the_alignment_and_back(tokens):
 
 
 @pytest.mark.parametrize("kind", ["expand", "transpose", "cat", "offset"])
+@pytest.mark.usefixtures("kernels")
 def test_fault_36_gradient_and_input_with_any_strides(kind):
     layer = build(shared_hidden_dim=6, latent_dim=4, **LOSSES)
 

@@ -126,6 +126,7 @@ PADDING[1, 3:] = False
 @pytest.mark.parametrize("backend", ["grouped", "sequential"])
 @pytest.mark.parametrize("valid", [None, PADDING], ids=["full", "padded"])
 @pytest.mark.parametrize("name", list(CASES))
+@pytest.mark.usefixtures("kernels")
 def test_layer_equals_the_loop_in_output_and_every_gradient(name, valid, backend):
     layer = build(experts=backend, **CASES[name])
     x, dy = data()
@@ -135,6 +136,7 @@ def test_layer_equals_the_loop_in_output_and_every_gradient(name, valid, backend
 @pytest.mark.parametrize(
     "name", ["softmax_post", "sigmoid_bias_groups", "gpt_oss", "llama4", "latent", "counts_padded"]
 )
+@pytest.mark.usefixtures("kernels")
 def test_float32_layer_equals_the_float64_loop_to_rounding(name):
     layer = build(torch.float32, **CASES[name])
     x, dy = data(dtype=torch.float32)
@@ -170,6 +172,7 @@ def test_two_dim_input_is_one_sequence():
     assert all(torch.equal(flat[k].view_as(whole[k]), whole[k]) for k in whole)
 
 
+@pytest.mark.usefixtures("kernels")
 def test_non_contiguous_input_and_gradient():
     layer = build()
     x, dy = data()
@@ -197,6 +200,7 @@ def test_grouped_layer_never_asks_the_host(name, dtype):
 
 
 @pytest.mark.parametrize("name", ["softmax_post", "gpt_oss", "capacity_padded"])
+@pytest.mark.usefixtures("kernels")
 def test_compiled_layer_equals_eager(name):
     layer = build(torch.float32, **CASES[name])
     x, dy = data(dtype=torch.float32)
@@ -240,6 +244,7 @@ def test_compiled_experts_are_one_graph():
         pytest.param("gpt_oss", "preact_fp8", marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.usefixtures("kernels")
 def test_layer_compiles_to_one_graph_in_training(name, save):
     """No graph break: counters and losses included, except for the loss over the whole step."""
     losses = {"aux_loss_coef": 0.1, "seq_aux_loss_coef": 0.2, "z_loss_coef": 0.4, "top_k": 3}

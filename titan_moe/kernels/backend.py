@@ -12,10 +12,10 @@ the whole process:
 from typing import Literal, get_args
 
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
 from titan_moe.errors import ConfigError, nearest
 from titan_moe.kernels.language import HAS_TRITON, INTERPRETED
+from titan_moe.kernels.launch import without_data
 
 Backend = Literal["auto", "torch", "triton"]
 
@@ -55,7 +55,7 @@ def use_triton(tensor: Tensor) -> bool:
         return HAS_TRITON
     if _chosen == "auto":
         return False
-    if not isinstance(tensor, FakeTensor):  # on fake tensors nothing runs
+    if not without_data(tensor):
         _check_interpreter(tensor.device.type)
     return True
 

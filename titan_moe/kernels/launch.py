@@ -113,10 +113,15 @@ def observed(observer: Observer) -> Iterator[None]:
 
 
 def launch(kernel: Any, programs: int, *args: Any, **meta: Any) -> None:
-    """Run ``programs`` programs of a kernel; none for 0. For fake tensors the launch is observed and nothing runs."""
+    """Run ``programs`` programs of a kernel; none for 0. The launch is observed for tensors without data too."""
     if programs == 0:
         return
     for observer in _observers:
         observer(kernel, programs, args, meta)
-    if not any(isinstance(arg, FakeTensor) for arg in args):
+    if not any(without_data(arg) for arg in args):
         kernel[(programs,)](*args, **meta)
+
+
+def without_data(value: Any) -> bool:
+    """Whether it is a tensor on which nothing runs: fake, or on meta."""
+    return isinstance(value, Tensor) and (value.is_meta or isinstance(value, FakeTensor))

@@ -205,7 +205,7 @@ class _RouterTopk(torch.autograd.Function):
             logits, bias, valid, sequences, losses, spec.top_k, *kind, *groups
         )
         ctx.save_for_backward(logits, ids)
-        ctx.kind, ctx.sequences = kind, sequences
+        ctx.kind, ctx.sequences, ctx.losses = kind, sequences, losses
         if losses:
             probs = probs.view(sequences, -1, logits.shape[1]).sum(1)
             plain = (plain if plain.numel() else counts).view(sequences, -1, logits.shape[1]).sum(1)
@@ -219,7 +219,8 @@ class _RouterTopk(torch.autograd.Function):
     def backward(ctx: Any, _ids, dweights, _counts, dprobs, _plain, dsquares):
         logits, ids = ctx.saved_tensors
         sums = None, None
-        if dprobs is not None or dsquares is not None:
+        # Compiled code has gradients, of zeros, for outputs that nothing read too: also for the empty ones.
+        if ctx.losses and (dprobs is not None or dsquares is not None):
             dprobs = logits.new_zeros(ctx.sequences, logits.shape[1]) if dprobs is None else dprobs.contiguous()
             sums = dprobs, logits.new_zeros(()) if dsquares is None else dsquares
         dweights = logits.new_zeros(ids.shape) if dweights is None else dweights

@@ -28,6 +28,7 @@ def capacity(num_tokens: int, top_k: int, num_experts: int, factor: float = 1.0)
     return -(-num_tokens * numerator // denominator)
 
 
+@torch.compiler.assume_constant_result  # Fractions cannot be traced; the numbers are those of the configuration.
 def _share(top_k: int, num_experts: int, factor: float) -> tuple[int, int]:
     """An expert's share of the tokens, K / E x factor and at most 1, as numerator and denominator.
 

@@ -17,7 +17,6 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.nn.functional import all_reduce
 from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 from torch.distributed.tensor import Replicate as Whole
 from torch.distributed.tensor.placement_types import Placement
@@ -272,7 +271,9 @@ class ShardedNorm:
         def around(self: nn.Module, inner: Callable, x: Tensor) -> Tensor:
             wide = x.to(torch.promote_types(x.dtype, torch.float32))
             # Every rank's output depends on the sum, so its gradient is summed over the ranks too.
-            squares = all_reduce(wide.square().sum(-1, keepdim=True), group=context.tp.get_group())
+            squares = wide.square().sum(-1, keepdim=True)
+            squares = to_dtensor(squares, context.tp, [Partial()], squares.shape)
+            squares = to_local(squares.redistribute(placements=[Whole()]), [Partial()])
             with local_parameters(self, as_placed):
                 return (wide * (squares / features + eps).rsqrt() * self.weight).to(x.dtype)
 
