@@ -3,15 +3,16 @@
 import pytest
 import torch
 from layout_run import Run
-from layout_table import MATRIX
+from layout_table import MATRIX, QWEN, V3
 from model_case import STEPS, Case, batch_of, local
 from torch import nn
 
+from titan_moe.config.degrees import resolve_degrees
 from titan_moe.parallelize import build_meshes
 from titan_moe.parallelize.mesh import Meshes
-from titan_moe.plugins.offload import offload_activations
+from titan_moe.plugins.offload import OFFLOAD, offload_activations
 from titan_moe.plugins.offloader import Offloader
-from titan_moe.plugins.recompute import recompute_targets
+from titan_moe.plugins.recompute import costly_operators, recompute_layers, recompute_targets
 from titan_moe.plugins.streams import SimulatedCopies
 from titan_moe.plugins.targets import RECOMPUTE
 
@@ -46,6 +47,9 @@ FINE = ("layernorm", "qk_norm", "mla_up_proj", "core_attn", "moe_act", "**.o_pro
 COARSE = ("layernorm", "mlp", "moe", "core_attn")
 SHARED = ("layernorm", "mlp", "shared_expert", "mla_up_proj")
 AWAY = ("attn_norm", "core_attn", "expert_fc1", "moe_act")
+# Where whole layers run again, their inputs are all that can travel.
+WHOLE = {"full": None, "selective": costly_operators()}
+LAYERS = ("layers.*", "mtp.*")
 
 
 def step(run: Run, number: int) -> dict[str, torch.Tensor]:
@@ -54,27 +58,32 @@ def step(run: Run, number: int) -> dict[str, torch.Tensor]:
     made = {"losses": run.backward(batch_of(run.case, number))}
     made |= {f"gradient of {name}": local(p.grad).clone() for name, p in run.named("parameters")}
     norm, report = run.finish()
-    return made | {"norm": norm} | {key: value for key, value in report.items() if key != "names"}
+    made |= {"norm": norm} | {key: value for key, value in report.items() if key != "names"}
+    return made | {name: buffer.clone() for name, buffer in run.named("buffers")}
 
 
 Choice = tuple[tuple[str, ...], tuple[str, ...]]
 
 
-def differences(case: Case, choices: list[Choice]) -> list[tuple[int, int, list[str]]]:
+def differences(case: Case, choices: list[Choice], steps: int) -> list[tuple[int, int, list[str]]]:
     """For each choice how many parts of this rank are recomputed, bytes that left, and what differs without."""
     meshes = build_meshes(case.parallelism())
     plain = Run(case, meshes)
-    want = [step(plain, number) for number in range(STEPS)]
+    want = [step(plain, number) for number in range(steps)]
     return [_differences(case, meshes, want, *choice) for choice in choices]
 
 
 def _differences(
     case: Case, meshes: Meshes, want: list[dict[str, torch.Tensor]], targets: tuple[str, ...], away: tuple[str, ...]
 ) -> tuple[int, int, list[str]]:
-    parts, offloader, stages = [], Offloader(SimulatedCopies()), []
+    parts, offloader, stages = 0, Offloader(SimulatedCopies()), []
 
     def prepare(module: nn.Module) -> nn.Module:
-        parts.extend(recompute_targets(module, targets))
+        nonlocal parts
+        if targets and targets[0] in WHOLE:
+            parts += recompute_layers(module, WHOLE[targets[0]])
+        else:
+            parts += len(recompute_targets(module, targets))
         if away:
             offload_activations(module, away, offloader, stage=len(stages), keep_last=module.has_head)
             stages.append(module)
@@ -84,11 +93,15 @@ def _differences(
     for number, expected in enumerate(want):
         got = step(run, number)
         different += [f"step {number}: {key}" for key in expected if not torch.equal(expected[key], got[key])]
-    return len(parts), offloader.left, different
+    return parts, offloader.left, different
 
 
-def check(run_ranks, case: Case, choices: list[Choice]) -> None:
-    ranks = run_ranks(case.ranks, differences, case, choices, timeout=300.0)
+def check(run_ranks, case: Case, choices: list[Choice], steps: int = STEPS) -> None:
+    # One data-parallel rank needs no more rows than that many micro-batches.
+    d = resolve_degrees(case.parallelism(), case.ranks)
+    rows = min(case.rows, 4 * d.dp_replicate * d.dp_shard * max(case.passes, d.pp // 2))
+    case = Case(**{**vars(case), "rows": rows, "override": {**case.override, "jitter": 0.05}})
+    ranks = run_ranks(case.ranks, differences, case, choices, steps, timeout=300.0)
     for choice, results in zip(choices, zip(*ranks, strict=True), strict=True):
         targets, away = choice
         assert [different for _, _, different in results] == [[]] * case.ranks, choice
@@ -98,11 +111,21 @@ def check(run_ranks, case: Case, choices: list[Choice]) -> None:
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_no_bit_changes(run_ranks, name):
-    case = MATRIX[name]
-    case = Case(**{**vars(case), "override": {**case.override, "jitter": 0.05}})
-    check(run_ranks, case, [(FINE, ()), (COARSE, ()), (SHARED, ()), ((), AWAY), (FINE, AWAY)])
+    check(run_ranks, MATRIX[name], [(FINE, ()), (COARSE, ()), (SHARED, ()), ((), AWAY), (FINE, AWAY)])
 
 
-@pytest.mark.parametrize("name", ["tp2 ep8 [deepseek_v3]", "pp2 zbv [deepseek_v3]"])
-def test_each_part_alone_changes_no_bit(run_ranks, name):
-    check(run_ranks, MATRIX[name], [((target,), ()) for target in RECOMPUTE])
+# Latent attention, dense layers and shared experts: each target has something there.
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_each_target_alone_and_all_together_change_no_bit(run_ranks, name):
+    case = Case(**{**vars(MATRIX[name]), "family": V3})
+    choices = [((), tuple(OFFLOAD)), (tuple(RECOMPUTE), ()), (tuple(RECOMPUTE), tuple(OFFLOAD))]
+    choices += [((target,), away) for target in RECOMPUTE for away in ((), tuple(OFFLOAD))]
+    choices += [((target,), away) for target in WHOLE for away in ((), LAYERS)]
+    check(run_ranks, case, choices, steps=1)
+
+
+# Norms of heads, rotated, which latent attention has none of.
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_norms_of_queries_and_keys_alone_change_no_bit(run_ranks, name):
+    case = Case(**{**vars(MATRIX[name]), "family": QWEN})
+    check(run_ranks, case, [(("qk_norm",), away) for away in ((), tuple(OFFLOAD))], steps=1)

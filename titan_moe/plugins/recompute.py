@@ -6,17 +6,20 @@
   each saves and costs is in docs/memory.md.
 """
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+from torch.utils.checkpoint import checkpoint
 
 from titan_moe.config import model_overrides
 from titan_moe.config.job import JobConfig
-from titan_moe.errors import ConfigError, MatchedNothing
+from titan_moe.errors import ConfigError, MatchedNothing, TrainingError
 from titan_moe.models import ModelConfig, from_config
 from titan_moe.models import config as model_config
 from titan_moe.modules import wrap
@@ -81,7 +84,7 @@ def recompute_targets(model: nn.Module, targets: Sequence[str]) -> list[Match]:
 def costly_operators() -> Callable[[], Any]:
     """The ``context_fn`` of ``selective``: results of attention, collectives and every second product are kept."""
     aten = torch.ops.aten
-    kept = {
+    always = {
         aten._scaled_dot_product_efficient_attention.default,
         aten._scaled_dot_product_flash_attention.default,
         aten._scaled_dot_product_flash_attention_for_cpu.default,
@@ -92,22 +95,62 @@ def costly_operators() -> Callable[[], Any]:
         torch.ops._c10d_functional.wait_tensor.default,
     }
     # Not those over groups: experts change their results in place, and what is kept must stay.
-    products = {aten.mm.default, aten.addmm.default, aten.bmm.default}
+    every_second = {aten.mm.default, aten.addmm.default, aten.bmm.default}
 
-    def contexts() -> Any:
-        seen = {False: 0, True: 0}
-
-        def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-            if op in products:
-                seen[context.is_recompute] += 1
-                keep = seen[context.is_recompute] % 2 == 1
-            else:
-                keep = op in kept
-            return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
-
-        return create_selective_checkpoint_contexts(policy)
+    def contexts() -> tuple[_Kept, _Kept]:
+        first = _Kept(always, every_second)
+        return first, _Kept(always, every_second, first)
 
     return contexts
+
+
+class _Kept(TorchDispatchMode):
+    """Keeps results of operators in a layer's first run, and stands in for them in a later one.
+
+    torch's own pair of modes wants to see every operator twice, in the same order, and once more never. But FSDP
+    within a layer gathers only what is not there, and schedules that split the backward pass run a layer in each half.
+    """
+
+    def __init__(self, always: Collection[Any], every_second: Collection[Any], first: "_Kept | None" = None) -> None:
+        super().__init__()
+        self.always, self.every_second, self.first = always, every_second, first
+        self.results: dict[tuple[Any, int], Any] = {}
+
+    def __enter__(self) -> "_Kept":
+        self.counts: Counter[Any] = Counter()
+        return super().__enter__()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func in self.every_second:
+            self.counts["products"] += 1
+            keep = self.counts["products"] % 2 == 1
+        else:
+            keep = func in self.always
+        if not keep:
+            return func(*args, **(kwargs or {}))
+        place = func, self.counts[func]
+        self.counts[func] += 1
+        if self.first is not None:
+            return tree_map_only(_Unchanged, _Unchanged.get, self.first.results[place])
+        result = func(*args, **(kwargs or {}))
+        self.results[place] = tree_map_only(Tensor, _Unchanged, result)
+        return result
+
+
+class _Unchanged:
+    """A tensor that nobody may change in place, apart from the graph that it belongs to."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor.detach()
+        self.version = tensor._version
+
+    def get(self) -> Tensor:
+        if self.tensor._version != self.version:
+            raise TrainingError(
+                f"a result of shape {list(self.tensor.shape)} that activation_checkpoint.mode = 'selective' keeps was "
+                "changed in place. Use mode 'full' or 'targets'."
+            )
+        return self.tensor.detach()
 
 
 class Recompute:
