@@ -2,6 +2,7 @@
 
     python benchmarks/optimizers.py bytes              bytes of state per parameter, formula and measured
     python benchmarks/optimizers.py offload            time of a step, and bytes on the device, with state offload
+    python benchmarks/optimizers.py refused            what float16 and float8 would lose as main gradients and masters
     python benchmarks/optimizers.py moments [--steps]  loss with bfloat16 moments beside float32's
     python benchmarks/optimizers.py muon [--steps]     Muon beside AdamW, each at three learning rates
 
@@ -23,7 +24,10 @@ from rich.table import Table
 from titan_moe import models
 from titan_moe.config import load_config
 from titan_moe.config.job import Optimizer
+from titan_moe.models import token_losses
 from titan_moe.optim import build_optimizer
+from titan_moe.optim.rounding import places, uniform
+from titan_moe.optim.storage import Storage, storage_for
 from titan_moe.trainer import train
 
 CONFIG = Path(__file__).parents[1] / "train_configs" / "debug.toml"
@@ -82,6 +86,82 @@ def show_offload(repeats: int = 20) -> Table:
             label = f"{name}, " + (", ".join(f"{key} {value:g}" for key, value in where.items()) or "all on the device")
             here, away = (f"{size / 1e6:.2f}" for size in optimizer.state_bytes())
             table.add_row(label, here, away, f"{1e3 * statistics.median(seconds):.1f}")
+    return table
+
+
+SUMS = {
+    "float32": ("float32", False),
+    "bfloat16": ("bfloat16", False),
+    "float16 as it is": (torch.float16, False),
+    "float16, scales": ("float16", False),
+    "float8, scales": ("float8", False),
+    "float8, scales, by chance": ("float8", True),
+}
+
+
+class Sum:
+    """A gradient that is stored in another dtype between additions."""
+
+    def __init__(self, parameter: torch.nn.Parameter, dtype: str | torch.dtype, by_chance: bool) -> None:
+        plain = isinstance(dtype, torch.dtype)
+        self.storage = Storage("sum", dtype) if plain else storage_for("sum", dtype, parameter)
+        self.state, self.by_chance, self.additions = self.storage.new(parameter.detach()), by_chance, torch.zeros(())
+        self.places = places(parameter.shape, (0,) * parameter.ndim, parameter.shape, parameter.device)
+
+    def value(self) -> torch.Tensor:
+        return self.storage.read(self.state, torch.float32)
+
+    def add(self, grad: torch.Tensor) -> None:
+        self.additions += 1
+        chance = (lambda: uniform(self.places, 1, self.additions)) if self.by_chance else None
+        self.storage.write(self.state, self.value() + grad, chance)
+
+
+def show_sums(parts: tuple[int, ...] = (4, 16, 64)) -> Table:
+    """Micro-batches of two sequences of 128 bytes, of a global batch of 4 M tokens; matrices only."""
+    text = b"".join(path.read_bytes() for path in sorted(Path(argparse.__file__).parent.glob("*.py")))
+    tokens = torch.tensor(list(text[: parts[-1] * 2 * 129])).view(-1, 2, 129)
+    model = models.build("qwen3_moe", "debug", seed=0)
+    matrices = [parameter for parameter in model.parameters() if parameter.ndim > 1]
+    exact = [torch.zeros_like(parameter, dtype=torch.float64) for parameter in matrices]
+    kept = {name: [Sum(parameter, *kind) for parameter in matrices] for name, kind in SUMS.items()}
+    rows = {name: [] for name in SUMS}
+    for count, ids in enumerate(tokens, 1):
+        loss = token_losses(model(ids[:, :-1]), ids[:, 1:], None, 0.0).total / 2**22
+        for i, grad in enumerate(torch.autograd.grad(loss, matrices)):
+            exact[i] += grad
+            for sums in kept.values():
+                sums[i].add(grad)
+        if count in parts:
+            whole = torch.cat([value.flatten() for value in exact])
+            for name, sums in kept.items():
+                found = torch.cat([one.value().flatten() for one in sums]).double()
+                rows[name].append(f"{100 * ((found - whole).norm() / whole.norm()).item():.2g}%")
+                last = [f"{found.norm() / whole.norm():.3f}", f"{100 * (found == 0).double().mean().item():.0f}%"]
+                rows[name] = rows[name] if count < parts[-1] else rows[name] + last
+    table = Table("main gradients in", *(f"error after {count}" for count in parts), "length, of the exact", "zeros")
+    for name, row in rows.items():
+        table.add_row(name, *row)
+    return table
+
+
+def show_masters() -> Table:
+    """What a first step of AdamW moves, by the learning rate in each element."""
+    model, rates = models.build("qwen3_moe", "debug", seed=0), (1e-3, 1e-4, 1e-5)
+    table = Table("masters in", *(f"moved by lr {lr:g}" for lr in rates))
+    for dtype in ("float32", "float16", "float8"):
+        moved = torch.zeros(len(rates))
+        matrices = [parameter.detach() for parameter in model.parameters() if parameter.ndim > 1]
+        for parameter in matrices:
+            storage = storage_for("master", dtype, parameter)
+            state = storage.new(parameter)
+            for i, lr in enumerate(rates):
+                storage.write(state, parameter.clone())
+                before = storage.read(state, torch.float32).clone()
+                storage.write(state, before - lr)
+                moved[i] += (storage.read(state, torch.float32) != before).sum()
+        share = moved / sum(parameter.numel() for parameter in matrices)
+        table.add_row(dtype, *(f"{100 * one:.1f}%" for one in share.tolist()))
     return table
 
 
@@ -166,7 +246,7 @@ def add_run(table: Table, name: str, run: dict | None, beside: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("table", choices=("bytes", "offload", "moments", "muon"))
+    parser.add_argument("table", choices=("bytes", "offload", "refused", "moments", "muon"))
     parser.add_argument("--steps", type=int, default=500, help="optimizer steps of each training run")
     file = Path("outputs") / "optimizer_runs.jsonl"
     parser.add_argument("--results", type=Path, default=file, help=f"finished training runs; default {file}")
@@ -174,12 +254,13 @@ def main() -> None:
     args = parser.parse_args()
     runs = Runs(args.results, args.steps, args.runs)
     tables = {
-        "bytes": show_bytes,
-        "offload": show_offload,
-        "moments": lambda: show_moments(runs),
-        "muon": lambda: show_muon(runs),
+        "bytes": lambda: [show_bytes()],
+        "offload": lambda: [show_offload()],
+        "refused": lambda: [show_sums(), show_masters()],
+        "moments": lambda: [show_moments(runs)],
+        "muon": lambda: [show_muon(runs)],
     }
-    Console(width=140).print(tables[args.table]())
+    Console(width=140).print(*tables[args.table]())
 
 
 if __name__ == "__main__":

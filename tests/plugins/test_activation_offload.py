@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from test_recompute import OF_FAMILY, assert_equal, batch, build, compiled, named, plain, trained  # noqa: F401
+from test_recompute import OF_FAMILY, assert_close, assert_equal, batch, build, compiled, named, plain, trained  # noqa: F401
 from torch import Tensor, nn
 
 from titan_moe.config import from_dict, validate
@@ -57,6 +57,23 @@ def test_what_a_compiled_layer_saves_travels_as_a_whole(recompute):
     assert 0.9 * offloader.left < offloader.returned == offloader.left - offloader.cancelled
     # In units of a layer's input, over two passes.
     assert offloader.left > 2 * 20 * (2 * 70 * 32 * 4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recompute", [(), ("layernorm", "core_attn")], ids=["alone", "fine"])
+def test_parts_of_compiled_layers_let_go_of_the_same_bytes(recompute):
+    want = trained(compiled("aot_eager_decomp_partition"), passes=1)
+    for target in OFFLOAD:
+        left = []
+        for model in (build("deepseek_v3", mtp_depth=0), compiled("aot_eager_decomp_partition")):
+            recompute_targets(model, recompute)
+            offloader = offloaded(model, [target])
+            made = trained(model, passes=1)
+            left.append((offloader.left, offloader.returned, offloader.cancelled))
+        assert_close(made, want)
+        if not recompute:
+            assert left[0] == left[1], target
+        assert left[1][0] > 0 or left[0][0] == 0, target
 
 
 def test_all_targets_together_change_no_bit(plain):  # noqa: F811
@@ -342,7 +359,6 @@ def test_a_graph_that_is_dropped_gives_its_buffers_back():
         ({"targets": ["shared_expert"]}, {}, ["shared_expert", "matched nothing"]),
         ({"targets": ["core_attn"], "fraction": 1.5}, {}, ["activation_offload.fraction = 1.5"]),
         ({"targets": ["core_attn"], "min_bytes": -1}, {}, ["activation_offload.min_bytes = -1"]),
-        ({"targets": ["core_attn"]}, {"compile": {"enable": True}}, ["'core_attn' with compile.enable", "'layers.*'"]),
         ({}, {"plugins": {"use": ["offload"]}}, ["activation_offload.targets = []"]),
         ({"targets": ["attn"]}, {"plugins": {"use": ["offload", "recompute"]}}, ["comes after 'recompute'"]),
     ],
@@ -354,3 +370,33 @@ def test_what_cannot_be_offloaded_is_refused_before_anything_runs(tmp_path, offl
         chosen(config)
     for words in said:
         assert words in str(error.value)
+
+
+DEEPSEEK = {"model": {"name": "deepseek_v3", "flavor": "debug"}}
+
+
+@pytest.mark.parametrize(
+    "again, target, whole",
+    [
+        ({"mode": "full"}, "core_attn", "layers.*"),
+        ({"mode": "selective"}, "attn_norm", "layers.*"),
+        ({"mode": "targets", "targets": ["moe"]}, "expert_fc1", "moe"),
+        ({"mode": "targets", "targets": ["layernorm", "**.self_attn"]}, "attn_proj", "attn"),
+        ({"mode": "targets", "targets": ["layers.*"]}, "moe_act", "layers.*"),
+        ({}, "core_attn", "layers.*"),
+    ],
+)
+def test_targets_within_what_runs_again_are_not_silently_left_where_they_are(tmp_path, again, target, whole):
+    use = {"plugins": {"use": [] if again else ["recompute", "offload"]}}
+
+    def check(targets: list[str]) -> None:
+        offload = {"activation_offload": {"targets": targets}}
+        config = from_dict(
+            {"job": {"dump_folder": str(tmp_path)}, "activation_checkpoint": again, **DEEPSEEK, **use, **offload}
+        )
+        validate(config)
+        chosen(config)
+
+    with pytest.raises(ConfigError, match=f"'{target}' keeps nothing that could travel.*Take it out"):
+        check([target])
+    check([whole])

@@ -18,13 +18,13 @@ from torch.utils._pytree import tree_leaves
 
 from titan_moe.config.job import JobConfig
 from titan_moe.errors import ConfigError, MatchedNothing
-from titan_moe.modules import wrap
+from titan_moe.modules import modules_by_name, wrap
 from titan_moe.plugins import PluginContext
 from titan_moe.plugins.offloader import Offloader, Scope
 from titan_moe.plugins.recompute import layers_of, model_on_meta
 from titan_moe.plugins.saved import SavedTensors, plain_part, saved_tensors
 from titan_moe.plugins.streams import Copies, SimulatedCopies, StreamCopies, WeightlessCopies
-from titan_moe.plugins.targets import RECOMPUTE, SHARED, Match, Part, check_all_matched, check_targets, find
+from titan_moe.plugins.targets import RECOMPUTE, SHARED, Match, Part, check_all_matched, check_targets, find, outermost
 
 _KEY = "activation_offload.targets"
 
@@ -58,6 +58,12 @@ class _Around:
     stays: bool
 
     def __call__(self, module: nn.Module, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            # What a compiled layer saves belongs to none of its parts, so this one runs as it is written.
+            return _as_written(self._open, inner, *args, **kwargs)
+        return self._open(inner, *args, **kwargs)
+
+    def _open(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         tape = self.saved.tape
         if tape is None or tape.recording:
             return inner(*args, **kwargs)
@@ -73,6 +79,11 @@ class _Around:
             return inner(*args, **kwargs)
         finally:
             offloader.scopes.pop()
+
+
+@torch.compiler.disable
+def _as_written(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return function(*args, **kwargs)
 
 
 def offload_activations(
@@ -121,7 +132,7 @@ class Offload:
         )
 
     def validate(self, config: JobConfig) -> None:
-        """Refuse what is not known or not there, and what the compiler would make of it."""
+        """Refuse what is not known or not there, and what keeps nothing."""
         targets, use = config.activation_offload.targets, config.plugins.use
         if not targets:
             raise ConfigError(f"{_KEY} = []: the plugin 'offload' needs at least one, such as 'core_attn'.")
@@ -131,8 +142,7 @@ class Offload:
         model = model_on_meta(config)
         matches = find(model, targets, OFFLOAD)
         check_all_matched(_KEY, targets, matches)
-        if config.compile.enable:
-            _check_compiled(model, matches)
+        _check_not_run_again(config, model, matches)
 
     def apply(self, model: nn.Module, context: PluginContext) -> nn.Module:
         """Change ``model``, all of it or a pipeline's stage, in place.
@@ -153,18 +163,29 @@ class Offload:
         return model
 
 
-def _check_compiled(model: nn.Module, matches: Sequence[Match]) -> None:
-    """Refuse parts of layers where layers are compiled.
+def _check_not_run_again(config: JobConfig, model: nn.Module, matches: Sequence[Match]) -> None:
+    """Refuse a target that keeps nothing, since all of it is within what runs again.
 
     Raises:
         ConfigError: naming the first.
     """
-    layers = set(layers_of(model))
+    mode = config.activation_checkpoint.mode
+    if mode == "targets":
+        found = outermost(find(model, config.activation_checkpoint.targets, RECOMPUTE))
+        again = {match.name for match in found if match.method == "forward"}
+        cause = f"activation_checkpoint.targets = {config.activation_checkpoint.targets}"
+    elif mode != "none" or "recompute" in config.plugins.use:
+        layers = set(layers_of(model))
+        again = {name for name, module in modules_by_name(model) if module in layers}
+        cause = f"activation_checkpoint.mode = {mode!r}" if mode != "none" else "plugin 'recompute'"
+    else:
+        return
+    kept = {match.target for match in matches if not match.within(again)}
     for match in matches:
-        if match.module not in layers:
+        if match.target not in kept:
             raise ConfigError(
-                f"{_KEY}: {match.target!r} with compile.enable: what a compiled layer saves belongs to none of its "
-                "parts. Name whole layers, 'layers.*', of which all that is saved travels, or compile nothing."
+                f"{_KEY}: {match.target!r} keeps nothing that could travel: {cause} runs what is around it again. "
+                "Take it out, or name the whole part that runs again, such as 'layers.*': its inputs are what is kept."
             )
 
 

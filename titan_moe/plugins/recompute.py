@@ -1,7 +1,7 @@
 """Activation recompute (report section 4.1.4): whole layers, single operators, or named parts of layers.
 
 - ``full``: each layer runs again; its input is all that is kept.
-- ``selective``: each layer runs again, but torch keeps the results of costly operators.
+- ``selective``: each layer runs again, but the results of costly operators are kept.
 - ``targets``: the named parts run again, one by one, and their results are not kept either; see ``regions.py``. What
   each saves and costs is in docs/memory.md.
 """
@@ -141,7 +141,9 @@ class _Unchanged:
     """A tensor that nobody may change in place, apart from the graph that it belongs to."""
 
     def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor.detach()
+        # A view that is made under autograd shares the count of changes only if asked to.
+        with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+            self.tensor = tensor.detach()
         self.version = tensor._version
 
     def get(self) -> Tensor:
@@ -161,15 +163,10 @@ class Recompute:
     def validate(self, config: JobConfig) -> None:
         """Refuse targets that are not known, or that the model has nothing of."""
         targets = config.activation_checkpoint.targets
-        if config.activation_checkpoint.mode == "selective" and _model_config(config).moe.global_aux_loss_coef:
-            raise ConfigError(
-                "activation_checkpoint.mode = 'selective' with global_aux_loss_coef: its second run looks up what the "
-                "first has summed, with other operators, which torch refuses. Use mode 'full' or 'targets'."
-            )
         if config.activation_checkpoint.mode == "selective" and config.compile.enable:
             raise ConfigError(
-                "activation_checkpoint.mode = 'selective' with compile.enable: torch's policy is asked about operators "
-                "one by one, and a compiled layer calls none. Use mode 'targets', or 'full'."
+                "activation_checkpoint.mode = 'selective' with compile.enable: operators are kept one by one, and a "
+                "compiled layer calls none. Use mode 'targets', or 'full'."
             )
         if targets:
             check_targets(_KEY, targets, RECOMPUTE)

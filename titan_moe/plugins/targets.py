@@ -1,6 +1,6 @@
 """Parts of a model by name: the named targets of recompute and offload, and any pattern of module names."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -69,6 +69,12 @@ class Match:
         """Of the module."""
         return self.part.method
 
+    def within(self, modules: Container[str]) -> bool:
+        """Whether it is a part of one of ``modules``: a whole module covers its methods and all below it."""
+        parents = self.name.split(".")
+        depths = range(1, len(parents) + (self.method != "forward"))
+        return any(".".join(parents[:depth]) in modules for depth in depths)
+
 
 def is_pattern(target: str) -> bool:
     """Whether ``target`` is a pattern of module names; the names of targets have neither dots nor stars."""
@@ -116,11 +122,7 @@ def check_all_matched(key: str, targets: Iterable[str], matches: Iterable[Match]
 
 
 def outermost(matches: Iterable[Match]) -> Iterator[Match]:
-    """Without those that lie within another: a whole module covers its methods and all below it."""
+    """Without those that lie within another."""
     matches = list({(match.name, match.method): match for match in matches}.values())
     whole = {match.name for match in matches if match.method == "forward"}
-    for match in matches:
-        parents = match.name.split(".")
-        above = {".".join(parents[:depth]) for depth in range(1, len(parents) + (match.method != "forward"))}
-        if not above & whole:
-            yield match
+    return (match for match in matches if not match.within(whole))
