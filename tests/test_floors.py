@@ -27,6 +27,7 @@ NEIGHBOURS = {
     ("trainer", "rerun"),
     ("planner", "dry_run"),
     ("memory", "planner"),
+    ("memory", "dry_run"),
     ("hf", "models"),
     ("parallelize", "fsdp_ep"),
     *((room, "errors") for room in ("kernels", "config", "distributed")),

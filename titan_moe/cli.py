@@ -1,5 +1,6 @@
 """The ``titan-moe`` command: a table of subcommands, each imported when it is called."""
 
+import os
 import sys
 from collections.abc import Sequence
 
@@ -99,14 +100,24 @@ def _layout(argv: list[str]) -> None:
 def _memory(argv: list[str]) -> None:
     from rich.console import Console
 
-    from titan_moe.memory import measure, show
+    from titan_moe.launch import process_count, rank_asked
+    from titan_moe.memory import measure, measure_rank, show, show_rank
 
     real = "--real" in argv
     argv = [word for word in argv if word != "--real"]
     if argv and not argv[0].startswith("-"):
         argv = ["--job.config_file", *argv]
-    config = load_config(argv, program="titan-moe memory [FILE] [--real]")
-    console = Console()
+    config = load_config(argv, program="[NGPU=n RANK=r] titan-moe memory [FILE] [--real]")
+    console, processes = Console(), process_count() if "NGPU" in os.environ else 1
+    if processes > 1:
+        if real:
+            raise ConfigError(
+                f"--real with NGPU = {processes}: one rank of a layout is a dry run. Leave one of them out."
+            )
+        with console.status("building the model") as status:
+            ranks = measure_rank(config, rank_asked(processes), processes, on_part=status.update)
+        show_rank(ranks, console)
+        return
     with console.status("building the model") as status:
         report = measure(config, real=real, on_part=status.update)
     show(report, console)
@@ -154,7 +165,10 @@ COMMANDS = {
     "config": (_config, "print the resolved configuration as TOML: config FILE [--section.key value …]"),
     "mesh": (_mesh, "who holds what: NGPU=8 titan-moe mesh [FILE] --parallelism.tensor_parallel_degree 2 …"),
     "layout": (_layout, "which layers each pipeline stage holds: titan-moe layout [FILE] --parallelism.…"),
-    "memory": (_memory, "tensors held at the peak of a step, what recompute and offload would save: memory [FILE]"),
+    "memory": (
+        _memory,
+        "tensors held at the peak, what recompute and offload would save: [NGPU=n RANK=r] memory [FILE]",
+    ),
     "plan": (_plan, "will it fit, how fast, which layout: plan --model deepseek_v3_671b --system h100 --gpus 1024 …"),
     "doctor": (_doctor, "versions, devices, and which optional packages are there"),
 }

@@ -26,7 +26,7 @@ from titan_moe.moe import MoE
 from titan_moe.moe.balance import set_token_weight
 from titan_moe.moe.dispatch.alltoall import AllToAllDispatcher
 from titan_moe.moe.dispatch.base import GroupDispatcher
-from titan_moe.observe.memory import TensorTracker, total_bytes
+from titan_moe.observe.memory import Held, TensorTracker, total_bytes
 from titan_moe.optim import OptimizerBytes, choose, optimizer_bytes
 from titan_moe.parallelize.apply import parallelize
 from titan_moe.parallelize.check import check_run
@@ -56,8 +56,13 @@ class StageReport:
     """All parameters of the stage as gathered for compute."""
     output: str
     """Shape and dtype of what leaves the stage."""
-    saved_bytes: int
-    """What one micro-batch keeps for its backward pass."""
+    kept: tuple[Held, ...]
+    """What one micro-batch keeps for its backward pass, tensor by tensor."""
+
+    @property
+    def saved_bytes(self) -> int:
+        """Of all that a micro-batch keeps."""
+        return total_bytes(self.kept)
 
 
 @dataclass(frozen=True)
@@ -188,8 +193,8 @@ def _stages(
             set_token_weight(module, torch.empty(()))
             entering = pipeline.between(index, *micro["input_ids"].shape, training=True)
             entering = torch.empty(entering.shape, dtype=entering.dtype, requires_grad=entering.requires_grad)
-            output, saved = _forward_backward(pipeline, index, entering if index else micro["input_ids"], micro)
-            reports.append(_report(index, pipeline.layout[index], module, compute_dtype, output, saved))
+            output, kept = _forward_backward(pipeline, index, entering if index else micro["input_ids"], micro)
+            reports.append(_report(index, pipeline.layout[index], module, compute_dtype, output, kept))
     return tuple(reports), optimizer
 
 
@@ -207,8 +212,8 @@ def _micro_batch(model_config: ModelConfig, rows: int, seq_len: int, cp: int) ->
 
 def _forward_backward(
     pipeline: Pipeline, index: int, entering: Tensor, micro: Mapping[str, Tensor]
-) -> tuple[Tensor | tuple[Tensor, ...], int]:
-    """One micro-batch through one stage and back: what left it, and the bytes kept for the way back."""
+) -> tuple[Tensor | tuple[Tensor, ...], tuple[Held, ...]]:
+    """One micro-batch through one stage and back: what left it, and what was kept for the way back."""
     with TensorTracker(pipeline.by_index[index]) as tracker:
         output = pipeline.forward_stage(index, entering, micro)
         if index + 1 == len(pipeline.layout):
@@ -216,9 +221,9 @@ def _forward_backward(
             total = token_losses(output, micro["labels"], None, weight, micro.get("mtp_labels")).total
         else:
             total = output
-        saved = total_bytes(tracker.alive())
+        kept = tuple(tracker.alive())
     total.backward(torch.empty_like(total))
-    return output, saved
+    return output, kept
 
 
 def _report(
@@ -227,7 +232,7 @@ def _report(
     module: Decoder,
     compute_dtype: torch.dtype,
     output: Tensor | tuple[Tensor, ...],
-    saved: int,
+    kept: tuple[Held, ...],
 ) -> StageReport:
     first = output[0] if isinstance(output, tuple) else output
     parameters = list(module.parameters())
@@ -241,7 +246,7 @@ def _report(
         shard_bytes=sum(tensor.numel() * tensor.element_size() for tensor in locals_),
         gathered_bytes=sum(_gathered(parameter) for parameter in parameters) * compute_dtype.itemsize,
         output=f"{list(_local(first).shape)} {str(first.dtype).removeprefix('torch.')}",
-        saved_bytes=saved,
+        kept=kept,
     )
 
 

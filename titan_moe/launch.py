@@ -42,14 +42,23 @@ def main(argv: Sequence[str]) -> None:
 
 def _dry_run(mode: str, config: JobConfig, processes: int) -> None:
     """``COMM_MODE=fake_backend``: one rank, ``RANK``, of a world that is not there."""
-    rank = os.environ.get("RANK", "0")
     if mode != "fake_backend":
         raise ConfigError(f"COMM_MODE = {mode!r}: expected 'fake_backend', or nothing to train.")
-    if not rank.isdecimal():
-        raise ConfigError(f"RANK = {rank!r}: expected a number, from 0 to {processes - 1}.")
     from titan_moe.dry_run import fake_run
 
-    print(fake_run(config, int(rank), processes), flush=True)
+    print(fake_run(config, rank_asked(processes), processes), flush=True)
+
+
+def rank_asked(processes: int) -> int:
+    """``RANK`` from the environment, else 0.
+
+    Raises:
+        ConfigError: it is no number.
+    """
+    rank = os.environ.get("RANK", "0")
+    if not rank.isdecimal():
+        raise ConfigError(f"RANK = {rank!r}: expected a number, from 0 to {processes - 1}.")
+    return int(rank)
 
 
 def process_count() -> int:

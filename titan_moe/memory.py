@@ -1,7 +1,8 @@
 """``titan-moe memory``: two training steps of a configuration in one process, and which tensors stood at the peak.
 
 The steps run on fake tensors, which have shapes but no memory, so any model that one device would hold can be looked
-at anywhere; routing takes the same shapes whatever it decides. With ``--real`` they run on the CPU.
+at anywhere; routing takes the same shapes whatever it decides. With ``--real`` they run on the CPU. One rank of a
+layout is a dry run of its micro-batch instead, with each option apart.
 """
 
 import re
@@ -18,8 +19,9 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from titan_moe.config import JobConfig
-from titan_moe.config.job import Parallelism
+from titan_moe.config.job import ActivationCheckpoint, ActivationOffload, Parallelism
 from titan_moe.config.validate import resolved_dtypes, validate
+from titan_moe.dry_run import FakeReport, fake_run
 from titan_moe.errors import ConfigError
 from titan_moe.models import init_parameters
 from titan_moe.observe.flops import flops_per_token
@@ -33,9 +35,9 @@ from titan_moe.planner.systems import system_of
 from titan_moe.plugins import Application, PluginContext, chosen
 from titan_moe.plugins.offload import OFFLOAD, copies_for, offload_activations
 from titan_moe.plugins.offloader import Offloader
-from titan_moe.plugins.recompute import recompute_targets
+from titan_moe.plugins.recompute import model_on_meta, recompute_targets
 from titan_moe.plugins.savings import savings
-from titan_moe.plugins.targets import find
+from titan_moe.plugins.targets import RECOMPUTE, find
 
 _CPU = torch.device("cpu")
 _MIB = 2**20
@@ -101,8 +103,8 @@ def measure(
     if shared:
         raise ConfigError(
             f"parallelism.{shared[0]} = {getattr(config.parallelism, shared[0])}: titan-moe memory looks at one "
-            "process that holds the whole model. Leave it out here; what a rank of a layout holds is shown by "
-            "COMM_MODE=fake_backend NGPU=n RANK=r ./run_train.sh."
+            "process that holds the whole model. Leave it out, or look at a rank of the layout: "
+            "NGPU=n RANK=r titan-moe memory."
         )
     validate(config)
     model_config, _, batch = check_run(config, 1)
@@ -185,6 +187,73 @@ def measure(
     )
 
 
+@dataclass(frozen=True)
+class RankReport:
+    """What ``measure_rank`` found."""
+
+    run: FakeReport
+    """Of the configuration as it is."""
+    plain: tuple[int, ...]
+    """Bytes that a micro-batch keeps with neither recompute nor offload, by stage of the rank."""
+    recompute: dict[str, tuple[int, ...]]
+    """How many fewer with a target alone, by stage."""
+    offload: dict[str, tuple[int, ...]]
+    """The same: what is on the host when the forward pass ends, the last layer's apart where its backward is next."""
+
+
+def measure_rank(
+    config: JobConfig, rank: int, world: int, *, on_part: Callable[[str], None] = lambda what: None
+) -> RankReport:
+    """A dry run of one rank of a layout, then one with each target of recompute and offload that the model has.
+
+    Raises:
+        ConfigError: see ``fake_run``.
+    """
+    use = [name for name in config.plugins.use if name not in ("recompute", "offload")]
+    none = {"activation_checkpoint": ActivationCheckpoint(), "activation_offload": ActivationOffload()}
+    bare = replace(config, **none, plugins=replace(config.plugins, use=use))
+
+    def kept(what: str, **option: object) -> tuple[int, ...]:
+        on_part(what)
+        return tuple(stage.saved_bytes for stage in fake_run(replace(bare, **option), rank, world).stages)
+
+    def saved(what: str, **option: object) -> tuple[int, ...]:
+        return tuple(all_ - some for all_, some in zip(plain, kept(what, **option), strict=True))
+
+    on_part("the configuration")
+    run, plain = fake_run(config, rank, world), kept("no option")
+    model = model_on_meta(config)
+    return RankReport(
+        run,
+        plain,
+        recompute={
+            target: saved(f"recompute of {target}", activation_checkpoint=ActivationCheckpoint("targets", [target]))
+            for target in RECOMPUTE
+            if find(model, [target], RECOMPUTE)
+        },
+        offload={
+            target: saved(f"offload of {target}", activation_offload=ActivationOffload([target], min_bytes=0))
+            for target in OFFLOAD
+            if find(model, [target], OFFLOAD)
+        },
+    )
+
+
+def show_rank(report: RankReport, console: Console, rows: int = 20) -> None:
+    """Print ``report``: the rank, what its stages keep tensor by tensor, then what every option would save."""
+    console.print(str(report.run), highlight=False)
+    for stage in report.run.stages:
+        console.print(_by_size(stage.kept, f"a micro-batch keeps in stage {stage.index}", rows))
+    stages = [f"stage {stage.index}" for stage in report.run.stages]
+    for title, by_target in (("recompute", report.recompute), ("offload", report.offload)):
+        table = Table("target alone", *stages, title=f"MiB less with {title}")
+        table.add_row("kept without any", *map(_mib, report.plain))
+        for target, amounts in by_target.items():
+            if any(amounts):
+                table.add_row(target, *map(_mib, amounts))
+        console.print(table)
+
+
 def _recomputed(target: str, module: nn.Module) -> nn.Module:
     recompute_targets(module, [target])
     return module
@@ -210,18 +279,7 @@ def show(report: MemoryReport, console: Console, rows: int = 40) -> None:
         f"predicted {_mib(report.planned)}; at the peak "
         f"{_mib(peak)} of activations and temporaries, {_mib(static + peak)} in all."
     )
-    grouped: Counter[tuple] = Counter()
-    for one in report.peak:
-        where = re.sub(r"\.\d+(?=\.|$)", ".*", one.module)
-        grouped[where, one.operator, one.shape, str(one.dtype).removeprefix("torch."), one.nbytes] += 1
-    ordered = sorted(grouped.items(), key=lambda item: -item[0][-1] * item[1])
-    table = Table("MiB", "tensors", "shape", "dtype", "made in", "by", title="held at the peak")
-    for (where, operator, shape, dtype, nbytes), count in ordered[:rows]:
-        table.add_row(_mib(nbytes * count), str(count), str(list(shape)), dtype, where, operator)
-    rest = sum(key[-1] * count for key, count in ordered[rows:])
-    if rest:
-        table.add_row(_mib(rest), str(sum(count for _, count in ordered[rows:])), "", "", "smaller ones", "")
-    console.print(table)
+    console.print(_by_size(report.peak, "held at the peak", rows))
     table = Table("target", "MiB measured", "MiB predicted", "more FLOPs", title="recompute would not keep")
     for one in report.recompute:
         share = f"{one.flops / report.step_flops:.1%}"
@@ -232,6 +290,21 @@ def show(report: MemoryReport, console: Console, rows: int = 40) -> None:
         if nbytes:
             table.add_row(target, _mib(nbytes))
     console.print(table)
+
+
+def _by_size(held: Iterable[Held], title: str, rows: int) -> Table:
+    grouped: Counter[tuple] = Counter()
+    for one in held:
+        where = re.sub(r"\.\d+(?=\.|$)", ".*", one.module)
+        grouped[where, one.operator, one.shape, str(one.dtype).removeprefix("torch."), one.nbytes] += 1
+    ordered = sorted(grouped.items(), key=lambda item: -item[0][-1] * item[1])
+    table = Table("MiB", "tensors", "shape", "dtype", "made in", "by", title=title)
+    for (where, operator, shape, dtype, nbytes), count in ordered[:rows]:
+        table.add_row(_mib(nbytes * count), str(count), str(list(shape)), dtype, where, operator)
+    rest = sum(key[-1] * count for key, count in ordered[rows:])
+    if rest:
+        table.add_row(_mib(rest), str(sum(count for _, count in ordered[rows:])), "", "", "smaller ones", "")
+    return table
 
 
 def _mib(nbytes: int) -> str:
