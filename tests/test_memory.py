@@ -86,6 +86,30 @@ V3 = {
 }
 
 
+# The proportions of DeepSeek-V3: 1/28 of its dims, all of its experts per token.
+PROPORTIONED = {
+    **{"dim": 256, "num_layers": 4, "num_dense_layers": 1, "ffn_dim": 656, "num_heads": 4, "vocab_size": 264},
+    **{"q_lora_rank": 56, "kv_lora_rank": 24, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 48},
+    **{"hidden_dim": 72, "num_experts": 32, "top_k": 8, "shared_hidden_dim": 72, "mtp_depth": 0, "max_seq_len": 128},
+}
+
+
+@pytest.mark.slow
+def test_fine_recompute_saves_the_planners_share_for_few_flops(tmp_path):
+    targets, reports = ["layernorm", "moe_act", "mla_up_proj"], []
+    for recompute in ({}, {"mode": "targets", "targets": targets}):
+        tree = {
+            "model": {"name": "deepseek_v3", "override": PROPORTIONED},
+            "training": {"seq_len": 70, "local_batch_size": 2, "steps": 2, "mixed_precision_param": "bfloat16"},
+        }
+        reports.append(measure(job(tmp_path, activation_checkpoint=recompute, **tree)))
+    plain, fine = reports
+    share = 1 - fine.kept / plain.kept
+    assert share == pytest.approx(1 - fine.planned / plain.planned, abs=0.03)
+    assert share == pytest.approx(0.35, abs=0.005)
+    assert sum(one.flops for one in plain.recompute if one.target in targets) < 0.05 * plain.step_flops
+
+
 def rank_job(tmp_path, degrees, **sections):
     """Micro-batches of 64 tokens."""
     rows = degrees.get("pipeline_parallel_degree", 1)
