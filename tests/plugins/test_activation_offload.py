@@ -94,7 +94,8 @@ def held(model: nn.Module) -> int:
     return amount
 
 
-def test_what_a_target_takes_off_the_device_is_what_it_says():
+@pytest.mark.parametrize(("save", "z"), [("preact", 2 * 24 * 4), ("input", 0), ("preact_fp8", 2 * 24 + 4)])
+def test_what_a_target_takes_off_the_device_is_what_it_says(save, z):
     # Per token in bytes: queries, keys, values, outputs and the fp32 sums of attention; rows of the experts.
     ids, _ = batch(build("qwen3_moe"))
     tokens, layers_gone = ids.numel(), 3 - 1
@@ -102,14 +103,23 @@ def test_what_a_target_takes_off_the_device_is_what_it_says():
         "core_attn": (4 * 16 + 2 * 16 + 2 * 16 + 4 * 16 + 4) * 4,
         "attn_norm": 32 * 4 + 4,
         "expert_fc1": 32 * 4 + 2 * 4,
-        "moe_act": 2 * (2 * 24 * 4) + 2 * 2 * 8,
+        "moe_act": 2 * z + 2 * 2 * 8,
     }.items():
-        before = held(build("qwen3_moe"))
-        model = build("qwen3_moe")
+        before = held(build("qwen3_moe", save=save))
+        model = build("qwen3_moe", save=save)
         offloader = offloaded(model, [target])
         gone = before - held(model)
         assert gone == offloader.left
         assert gone == pytest.approx(layers_gone * tokens * per_token, rel=0.02), target
+
+
+@pytest.mark.parametrize("save", ["input", "preact_fp8"])
+def test_whatever_the_experts_keep_recompute_and_offload_change_no_bit(plain, save):  # noqa: F811
+    model = build("deepseek_v3", jitter=0.1, save=save)
+    recompute_targets(model, ["moe_act"])
+    offloader = offloaded(model, ["moe_act", "expert_fc1"])
+    assert_equal(trained(model), plain("deepseek_v3", jitter=0.1, save=save))
+    assert 0 < offloader.returned <= offloader.left
 
 
 def test_small_tensors_and_a_share_of_the_bytes_stay():

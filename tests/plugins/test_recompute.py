@@ -187,12 +187,19 @@ def held_after_forward(model: Decoder) -> int:
     return held
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_moe", "minimax_m2", "glm4_moe"])
-def test_bytes_held_between_forward_and_backward_are_those_of_the_formula(family, dtype):
+HELD = [
+    (family, dtype, "preact")
+    for family in ("deepseek_v3", "qwen3_moe", "minimax_m2", "glm4_moe")
+    for dtype in (torch.float32, torch.bfloat16, torch.float64)
+]
+HELD += [("deepseek_v3", torch.float32, save) for save in ("input", "preact_fp8")]
+
+
+@pytest.mark.parametrize(("family", "dtype", "save"), HELD)
+def test_bytes_held_between_forward_and_backward_are_those_of_the_formula(family, dtype, save):
     # Wider than tall, so that the tables of experts count for less than a percent; values as wide as keys, since the
     # CPU's kernel pads them; few positions, since its attention otherwise works piece by piece.
-    wide = {"dim": 64, "hidden_dim": 96, "mtp_depth": 0}
+    wide = {"dim": 64, "hidden_dim": 96, "mtp_depth": 0, "save": save}
     model = build(family, dtype, **wide)
     ids, _ = batch(model)
     plain = held_after_forward(model)
