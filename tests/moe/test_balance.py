@@ -5,9 +5,11 @@ import gc
 import oracle_routing as oracle
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from titan_moe.moe import MoE
 from titan_moe.moe.balance import Balance, finish_step, set_token_weight
 from titan_moe.moe.config import MoEConfig
 from titan_moe.moe.router import Router
@@ -427,3 +429,33 @@ def test_fault_15_compiled_layer_counts_once_and_changes_no_loss(wrap):
     for key in ("aux_loss_L", "z_loss_L"):
         torch.testing.assert_close(report[key], want_report[key], **CLOSE)
     assert report["aux_loss_L"].item() > 0
+
+
+def add_ranks(counts):
+    dist.all_reduce(counts)
+    return counts
+
+
+def compiled_over_ranks():
+    """Eager and compiled gradients and counters of two micro-batches, whose losses are summed over ranks."""
+    found = []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        layer = MoE(MoEConfig(dim=6, hidden_dim=5, num_experts=8, top_k=2, **dict.fromkeys(COEFS, 0.3))).double()
+        layer.balance.share_counts = layer.balance.reduce_counts = add_ranks
+        if compiled:
+            torch._dynamo.reset()
+            layer.compile(fullgraph=True, backend="aot_eager")
+        torch.manual_seed(1 + dist.get_rank())
+        for _ in range(2):
+            layer(torch.randn(2, 9, 6, dtype=torch.float64)).sum().backward()
+        found.append({n: p.grad for n, p in layer.named_parameters()} | dict(layer.balance.named_buffers()))
+    return found
+
+
+@pytest.mark.slow
+def test_losses_over_ranks_and_over_the_step_compile_to_one_graph(run_ranks):
+    for eager, compiled in run_ranks(2, compiled_over_ranks):
+        for name, want in eager.items():
+            torch.testing.assert_close(compiled[name], want, atol=1e-12, rtol=0)
+        assert eager["global_counts_E"].sum() == 2 * 18 * 2

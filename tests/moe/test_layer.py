@@ -238,7 +238,7 @@ def test_compiled_experts_are_one_graph():
 @pytest.mark.parametrize(
     "name, save",
     [
-        *((name, "preact") for name in ("softmax_post", "sigmoid_bias_groups", "gpt_oss", "llama4", "losses")),
+        *((name, "preact") for name in ("softmax_post", "sigmoid_bias_groups", "gpt_oss", "llama4", "all_losses")),
         *(pytest.param(name, "preact", marks=pytest.mark.slow) for name in ("latent", "capacity_probs")),
         ("softmax_post", "input"),
         pytest.param("gpt_oss", "preact_fp8", marks=pytest.mark.slow),
@@ -246,13 +246,11 @@ def test_compiled_experts_are_one_graph():
 )
 @pytest.mark.usefixtures("kernels")
 def test_layer_compiles_to_one_graph_in_training(name, save):
-    """No graph break: counters and losses included, except for the loss over the whole step."""
-    losses = {"aux_loss_coef": 0.1, "seq_aux_loss_coef": 0.2, "z_loss_coef": 0.4, "top_k": 3}
-    fields = losses if name == "losses" else CASES[name]
+    """No graph break: counters and losses included."""
     x, dy = data(dtype=torch.float32)
     found = []
     for compiled in (False, True):
-        layer = build(torch.float32, save=save, **fields).train()
+        layer = build(torch.float32, save=save, **CASES[name]).train()
         layer.balance.token_weight = torch.tensor(0.3)
         if compiled:
             torch.compiler.reset()

@@ -7,6 +7,8 @@ and ranks like the main loss. A uniform router gives exactly the coefficient.
 """
 
 from collections.abc import Callable, Iterator
+from itertools import count
+from weakref import WeakValueDictionary
 
 import torch
 import torch.nn.functional as F
@@ -33,6 +35,20 @@ def _add_once(total: Tensor, amount: Tensor) -> None:
 
 _LIBRARY.impl("add_once", _add_once, "CompositeExplicitAutograd")
 torch.library.register_fake("titan_moe::add_once", lambda total, amount: None, lib=_LIBRARY)
+
+
+# The step's history is a list, which no graph holds. Which layer's travels in a tensor: a number would be compiled in.
+_LIBRARY.define("global_share(Tensor layer, Tensor counts_E, Tensor probs_E) -> Tensor")
+_numbers = count()
+_numbered: WeakValueDictionary[int, "Balance"] = WeakValueDictionary()
+_LIBRARY.impl(
+    "global_share",
+    lambda layer, counts_E, probs_E: _numbered[layer.item()].global_share(counts_E, probs_E),
+    "CompositeExplicitAutograd",
+)
+torch.library.register_fake(
+    "titan_moe::global_share", lambda layer, counts_E, probs_E: torch.empty_like(probs_E), lib=_LIBRARY
+)
 
 
 def add_once(total: Tensor, amount: Tensor) -> None:
@@ -73,6 +89,7 @@ class Balance(nn.Module):
     def __init__(self, config: MoEConfig) -> None:
         super().__init__()
         self.config = config
+        self._take_number()
         self.token_weight: Tensor | None = None
         self.reduce_counts: Callable[[Tensor], Tensor] | None = None
         self.share_counts: Callable[[Tensor], Tensor] | None = None
@@ -82,6 +99,14 @@ class Balance(nn.Module):
             self.register_buffer(name, torch.zeros(config.num_experts, dtype=torch.int64), persistent=False)
         for name, dtype in (("dropped", torch.int64), ("aux_loss", torch.float64), ("z_loss", torch.float64)):
             self.register_buffer(name, torch.zeros((), dtype=dtype), persistent=False)
+
+    def __setstate__(self, state: dict) -> None:
+        super().__setstate__(state)
+        self._take_number()
+
+    def _take_number(self) -> None:
+        number = next(_numbers)
+        _numbered[number], self._number = self, torch.tensor(number, device="cpu")
 
     def reset(self) -> None:
         """Zero the counters for a new step."""
@@ -159,7 +184,7 @@ class Balance(nn.Module):
             T = routing.expert_ids_TK.shape[0]
             tokens = T if valid_T is None else valid_T.sum()
             if self.share_counts is not None:
-                tokens = self._shared(torch.as_tensor(tokens, device=like.device))
+                tokens = self.share_counts(torch.as_tensor(tokens, device=like.device))
             if isinstance(tokens, Tensor):
                 tokens = tokens.to(like.dtype)
             token_weight = 1 / (tokens.clamp_min(1) if isinstance(tokens, Tensor) else max(tokens, 1))
@@ -199,25 +224,21 @@ class Balance(nn.Module):
         probs_BE, counts_BE = sums.probs_BE, sums.counts_BE
         probs_E, counts_E = probs_BE.sum(0), counts_BE.sum(0)
         if self.share_counts is not None and (config.aux_loss_coef or config.seq_aux_loss_coef):
-            counts_BE = self._shared(counts_BE)
+            counts_BE = self.share_counts(counts_BE)
         loss = probs_E.new_zeros(())
         if config.aux_loss_coef:
             loss = loss + config.aux_loss_coef * E * (_share(counts_BE.sum(0), probs_E) * probs_E).sum()
         if config.seq_aux_loss_coef:
             loss = loss + config.seq_aux_loss_coef * E * (_share(counts_BE, probs_BE) * probs_BE).sum()
         if config.global_aux_loss_coef:
-            f_E = self._global_share(counts_E, probs_E.detach())
+            known = counts_E, probs_E.detach()
+            compiled = torch.compiler.is_compiling()
+            f_E = torch.ops.titan_moe.global_share(self._number, *known) if compiled else self.global_share(*known)
             loss = loss + config.global_aux_loss_coef * E * (f_E * probs_E).sum()
         return loss
 
-    @torch._disable_dynamo
-    def _shared(self, counts: Tensor) -> Tensor:
-        return self.share_counts(counts)
-
-    # It keeps a list and asks where it runs: the one loss that breaks a compiled graph.
-    @torch._disable_dynamo
     @torch.no_grad()
-    def _global_share(self, counts_E: Tensor, probs_E: Tensor) -> Tensor:
+    def global_share(self, counts_E: Tensor, probs_E: Tensor) -> Tensor:
         """f over the step so far and all ranks; in a recompute, the f that this micro-batch saw at first."""
         if not in_backward():
             self.global_counts_E += counts_E
