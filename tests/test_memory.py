@@ -72,7 +72,8 @@ def test_tables_name_the_largest_tensor_and_all_targets(tmp_path):
 
 
 @pytest.mark.parametrize("degree", ["tensor_parallel_degree", "data_parallel_shard_degree", "expert_parallel_degree"])
-def test_the_command_refuses_what_one_process_cannot_run(tmp_path, capsys, degree):
+def test_the_command_refuses_what_one_process_cannot_run(tmp_path, capsys, monkeypatch, degree):
+    monkeypatch.delenv("NGPU", raising=False)
     with pytest.raises(SystemExit) as end:
         cli.main(["memory", "--job.dump_folder", str(tmp_path), f"--parallelism.{degree}", "2"])
     said = capsys.readouterr().err

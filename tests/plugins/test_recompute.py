@@ -113,45 +113,6 @@ def test_layers_and_operators_change_no_bit(plain, family, context_fn):
     assert_equal(trained(model), plain(family, jitter=0.1))
 
 
-def test_kept_operators_stand_beside_what_is_looked_up_in_the_second_run(plain):
-    # The sum over micro-batches of the global loss is made in the first run only.
-    model = build("qwen3_moe", global_aux_loss_coef=0.1)
-    recompute_layers(model, costly_operators())
-    assert_equal(trained(model), plain("qwen3_moe", global_aux_loss_coef=0.1))
-
-
-def test_kept_operators_are_not_run_again():
-    counts = {}
-    for name, context_fn in {"none": "none", "full": None, "selective": costly_operators()}.items():
-        model = build("qwen3_moe")
-        if context_fn != "none":
-            recompute_layers(model, context_fn)
-        counts[name] = flops(model)
-    # Of each layer's products beside the experts', which run again, every second is kept; so is attention.
-    assert counts["none"] < counts["selective"] < counts["full"]
-    kept = counts["full"] - counts["selective"]
-    tokens, layers = batch(build("qwen3_moe"))[0].numel(), 3
-    # Queries, values, the router, and of the four products of attention that are counted, two.
-    assert kept >= layers * 2 * tokens * 32 * (4 * 16 + 2 * 16)
-
-
-def test_a_kept_result_that_is_changed_in_place_is_named():
-    class Changing(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.one, self.two = nn.Linear(8, 8), nn.Linear(8, 8)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.two(self.one(x).add_(1)).exp()
-
-    net = nn.Module()
-    net.layers = nn.ModuleList([Changing()])
-    recompute_layers(net, costly_operators())
-    out = net.layers[0](torch.randn(4, 8))
-    with pytest.raises(TrainingError, match="'selective' keeps was changed in place"):
-        out.sum().backward()
-
-
 def test_recompute_in_autocast_repeats_in_autocast(plain):
     results = []
     for targets in ((), FINE):
@@ -484,12 +445,6 @@ def test_what_cannot_be_recomputed_is_refused_before_anything_runs(tmp_path, mod
         chosen(config)
     for words in said:
         assert words in str(error.value)
-
-
-def test_kept_operators_are_refused_where_none_is_called(tmp_path):
-    config = job("selective", compile={"enable": True}, job={"dump_folder": str(tmp_path)})
-    with pytest.raises(ConfigError, match=r"'selective' with compile\.enable"):
-        chosen(config)
 
 
 def test_what_lies_within_another_target_is_part_of_it():
