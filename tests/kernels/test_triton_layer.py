@@ -50,6 +50,15 @@ def test_a_gradient_of_another_backend_than_the_forward():
         assert_close(got, want, atol=1e-10)
 
 
+def test_a_layer_on_meta_has_shapes():
+    with torch.device("meta"):
+        layer, x = MoE(MoEConfig(dim=6, hidden_dim=5, num_experts=8, top_k=2)), torch.empty(2, 9, 6)
+    x.requires_grad_()
+    with backend("triton"):
+        layer(x).sum().backward()
+    assert x.grad.shape == x.shape and layer.experts.w1.grad.shape == layer.experts.w1.shape
+
+
 class Launches(TorchDispatchMode):
     """What runs on the device: kernels by name, and torch's own operators that compute."""
 

@@ -13,7 +13,6 @@ import torch.distributed as dist
 from model_case import (
     MAX_NORM,
     OPTIMIZER,
-    STEPS,
     Case,
     References,
     batch_of,
@@ -153,7 +152,7 @@ def run_layout(case: Case, file: str) -> tuple[dict[str, float], dict[str, tuple
         assert report.keys() == want["report"].keys() and report["names"] == want["report"]["names"]
         for key in report.keys() - {"names"}:
             errors[f"step {step} {key}"] = relative(report[key].double(), want["report"][key].double())
-    assert step + 1 == STEPS
+    assert step + 1 == case.steps
     if case.compile:
         assert counters["stats"]["unique_graphs"] > 0
     bits = {}
@@ -166,11 +165,11 @@ def run_layout(case: Case, file: str) -> tuple[dict[str, float], dict[str, tuple
     return errors, bits
 
 
-def check(case: Case, run_ranks, references: References, timeout: float = 300.0) -> float:
-    """Run ``case`` and compare all of it; returns the largest relative error."""
+def check(case: Case, run_ranks, references: References, timeout: float = 300.0, run: Callable = run_layout) -> float:
+    """Run ``case`` by ``run`` and compare all of it; returns the largest relative error."""
     d = resolve_degrees(case.parallelism(), case.ranks)
     file = references.file(case, d.dp_replicate * d.dp_shard)
-    results = run_ranks(case.ranks, run_layout, case, file, timeout=timeout)
+    results = run_ranks(case.ranks, run, case, file, timeout=timeout)
     names = {name for name, _ in on_meta(case.config()).named_parameters()}
     assert {name for _, bits in results for name in bits} == names
     known: dict[tuple, str] = {}

@@ -60,6 +60,7 @@ class Case:
         rows: sequences of an optimizer step, over all ranks and passes.
         passes: forward and backward passes that are accumulated.
         padding: every sequence ends in tokens that are not valid.
+        steps: of the optimizer.
     """
 
     family: str = "deepseek_v3"
@@ -72,6 +73,7 @@ class Case:
     recompute: bool = False
     compile: bool = False
     padding: bool = False
+    steps: int = STEPS
 
     def parallelism(self) -> Parallelism:
         return Parallelism(**self.degrees)
@@ -163,7 +165,8 @@ def micro_batches(case: Case, dp: int) -> list[Tensor]:
 
 def reference_key(case: Case, dp: int) -> str:
     """Equal for cases that one run in one process serves."""
-    keys = {name: value for name, value in asdict(case).items() if name in ("family", "rows", "seq_len", "padding")}
+    shared = "family", "rows", "seq_len", "padding", "steps"
+    keys = {name: value for name, value in asdict(case).items() if name in shared}
     keys["override"] = {name: value for name, value in case.override.items() if name != "dispatcher"}
     keys["groups"] = [rows.tolist() for rows in micro_batches(case, dp)]
     return hashlib.sha256(json.dumps(keys, sort_keys=True).encode()).hexdigest()[:24]
@@ -199,7 +202,7 @@ def train_alone(case: Case, dp: int) -> dict[str, Any]:
     model = build_alone(case)
     optimizer = build_optimizer(model, OPTIMIZER)
     steps = []
-    for step in range(STEPS):
+    for step in range(case.steps):
         batch = batch_of(case, step)
         losses = gradients_alone(model, case, batch, dp) * token_weight(batch)
         gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
