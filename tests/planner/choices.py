@@ -47,6 +47,8 @@ def random_choice(rng: random.Random) -> dict[str, Any]:
         "memory_efficient_permutation": rng.random() < 0.5,
         "moments": rng.choice(["fp32", "bf16"]),
         "imbalance": rng.choice([1.0, 1.25]),
+        "moe_save": rng.choice(["preact", "input", "preact_fp8"]),
+        "recv_capacity_factor": rng.choice([0, 0, 0, 1.0, 1.1, 1.5, 40.0]),
         "causal": rng.random() < 0.8,
         "lengths": rng.choice([[], [], [1000, 3000, 96]]),
         "rank_rule": rng.choice(["worst", "worst", "report"]),
@@ -77,6 +79,7 @@ def as_request(choice: dict[str, Any]) -> tuple[JobConfig, Options]:
     p.expert_parallel_degree, p.expert_tensor_parallel_degree = choice["ep"], choice["etp"]
     p.pipeline_parallel_schedule = choice["schedule"]
     p.pipeline_parallel_microbatch_size = choice["mbs"] if choice["pp"] > 1 else 1
+    config.moe.save, config.moe.recv_capacity_factor = choice["moe_save"], choice["recv_capacity_factor"] or None
     config.training.seq_len = choice["seq"]
     config.training.global_batch_size = choice["gbs"]
     config.training.local_batch_size = -1 if choice["pp"] > 1 else choice["mbs"]

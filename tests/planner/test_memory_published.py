@@ -4,8 +4,9 @@ import pytest
 from published import TABLE_3, prepared
 
 from titan_moe.models.count import shape_of
-from titan_moe.planner.activations import all_bytes, bytes_with, layer_rows, routed_rows
+from titan_moe.planner.activations import all_bytes, bytes_with, layer_rows
 from titan_moe.planner.memory import rank_memory, report_memory, stage_parameters
+from titan_moe.planner.rows import routed_rows
 
 MIB = 2**20
 

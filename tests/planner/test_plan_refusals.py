@@ -14,7 +14,7 @@ from titan_moe.planner.run import Options, plan_of
 @pytest.mark.parametrize("seed", range(4))
 def test_the_page_refuses_what_the_trainer_refuses_and_composes_the_same_run(seed):
     rng, legal = random.Random(seed), 0
-    for _ in range(400):
+    for _ in range(600):
         choice = random_choice(rng)
         s, y, c = shape(choice), system(choice), namespace(choice)
         config, options = as_request(choice)

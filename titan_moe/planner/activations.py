@@ -8,7 +8,8 @@ report's Table 3 follows. Written in the part of Python that ``to_js`` translate
 residual stream is cut along the sequence, and heads and hidden dims along the rank.
 """
 
-from titan_moe.planner.own_activations import own_head_rows, own_layer_rows, own_mtp_rows
+from titan_moe.planner.own_activations import FIRST_LINEAR, own_head_rows, own_layer_rows, own_mtp_rows
+from titan_moe.planner.rows import held_rows, tokens_of
 
 BF16 = 2
 FP32 = 4
@@ -37,16 +38,6 @@ def row(name: str, tokens: float, width: float, size: float, why: str, recompute
         "recompute": recompute,
         "offload": offload,
     }
-
-
-def tokens_of(run: object) -> float:
-    """Tokens of one micro-batch that the ranks of one tensor-parallel group share."""
-    return run.mbs * run.seq / run.cp
-
-
-def routed_rows(s: object, run: object) -> float:
-    """Rows that one rank's experts work on; with a load imbalance those of the busiest rank."""
-    return tokens_of(run) / run.tp * s.top_k * run.etp * run.imbalance
 
 
 def attention_rows(s: object, run: object) -> list:
@@ -86,7 +77,7 @@ def moe_rows(s: object, run: object) -> list:
     T = tokens_of(run)
     t = T / run.tp
     f = stored(run.precision)
-    R = routed_rows(s, run)
+    R = held_rows(s, run)
     hidden = s.expert_hidden / run.etp
     rows = [row("mlp norm", t, s.dim, BF16, "weight gradient of the router", "layernorm", "")]
     rows.append(row("router probs", t, s.experts, BF16, "backward of the scores", "moe", ""))
@@ -100,8 +91,15 @@ def moe_rows(s: object, run: object) -> list:
     if s.latent_dim > 0:
         rows.append(row("latent", t, s.latent_dim, f, "weight gradient of latent_up", "moe", ""))
     rows.append(row("permuted input", R, s.expert_dim, f, "weight gradient of fc1", "moe", "expert_fc1"))
-    rows.append(row("fc1", R, s.halves * hidden, BF16, "backward of the activation", "moe", "moe_act"))
-    rows.append(row("act", R, hidden, f, "weight gradient of fc2", "moe_act", ""))
+    width = s.halves * hidden
+    if run.moe_save == "preact_fp8":
+        rows.append(row("fc1, low", R, width, 1, "backward of the activation", "moe", "moe_act"))
+        rows.append(row("fc1 scales", R, -(-width // 128), FP32, "backward of the activation", "moe", "moe_act"))
+    else:
+        again = FIRST_LINEAR if run.moe_save == "input" else "moe"
+        rows.append(row("fc1", R, width, BF16, "backward of the activation", again, "moe_act"))
+    again = FIRST_LINEAR if run.moe_save == "input" else "moe_act"
+    rows.append(row("act", R, hidden, f, "weight gradient of fc2", again, ""))
     if not run.memory_efficient_permutation:
         rows.append(row("unpermuted", R, s.expert_dim, BF16, "gradient of the routing weights", "moe", ""))
     return rows
@@ -155,7 +153,7 @@ def mtp_rows(s: object, run: object) -> list:
 
 def fate(saved: dict, run: object) -> str:
     """``kept``, ``recomputed`` or ``offloaded``."""
-    if "full" in run.recompute and saved["name"] != "input":
+    if saved["recompute"] == FIRST_LINEAR or ("full" in run.recompute and saved["name"] != "input"):
         return "recomputed"
     if saved["recompute"] != "":
         if saved["recompute"] in run.recompute:

@@ -1,11 +1,14 @@
 """Seconds of the collectives (report sections 3.1, 4.2 and Table 7).
 
-The plain all-to-all sends every row, ``T K h 2 (EP - 1) / EP`` bytes per rank. DeepEP and HybridEP send a token once
+The plain all-to-all sends every row, ``T K h 2 (EP - 1) / EP`` bytes per rank, with a bound as many as there is room
+for. DeepEP and HybridEP send a token once
 to each rank inside an NVLink domain, and once to each node across the network, where group-limited routing also
 bounds the nodes. Written in the part of Python that ``to_js`` translates. ``y`` is a ``systems.System``.
 """
 
 from math import comb
+
+from titan_moe.planner.rows import held_rows, tokens_of
 
 BYTES = 2
 
@@ -48,14 +51,14 @@ def exchange(s: object, run: object, y: object) -> float:
     ranks = run.ep * run.etp
     if ranks == 1:
         return 0
-    tokens = run.mbs * run.seq / run.cp / run.tp
+    tokens = tokens_of(run) / run.tp
     token = s.expert_dim * BYTES * run.imbalance
     nodes = -(-ranks // y.domain)
     apart = (ranks - 1) / ranks
     if run.dispatcher == "allgather":
         return ring(tokens * ranks * token, ranks, link(y, ranks), y.latency)
     if run.dispatcher == "alltoall":
-        amount = tokens * s.top_k * run.etp * token
+        amount = held_rows(s, run) * s.expert_dim * BYTES
         if nodes > 1:
             return amount * (nodes - 1) / nodes / y.alltoall_network + y.network_latency
         return amount * apart / y.alltoall_nvlink + y.latency

@@ -59,6 +59,10 @@ class Flags:
     cuda_graph: bool = False
     memory_efficient_permutation: bool = False
     """Routing weights in the activation; the report's Table 3 is without."""
+    moe_save: Literal["preact", "input", "preact_fp8"] = "preact"
+    """What experts keep beside their input: the pre-activation, nothing, or the pre-activation in FP8."""
+    recv_capacity_factor: float | None = None
+    """Rows that a rank has room for, over those of even routing; by default as many as come."""
     moments: Literal["fp32", "bf16"] = "fp32"
     """Format of the optimizer's moments."""
     imbalance: float = 1.0
@@ -137,7 +141,8 @@ def request(
         if flags.gpus is None:
             raise ConfigError(f"--gpus is missing. {PROGRAM} --help lists the options.")
         return config_of(flags), flags.gpus, options
-    said = "model seq tp cp pp vpp ep etp mbs gbs schedule pp_layout mtp moments recompute offload".split()
+    said = "model seq tp cp pp vpp ep etp mbs gbs schedule pp_layout mtp moments recompute offload moe_save".split()
+    said.append("recv_capacity_factor")
     clash = [name for name in said if name in given]
     if clash:
         raise ConfigError(f"--{clash[0]} with --config: the file says it. Change it by --section.key value.")
@@ -163,12 +168,10 @@ def own_options(config: JobConfig, options: Options) -> Options:
 
 def not_priced(config: JobConfig) -> list[str]:
     """What of a configuration changes memory and the formulas do not know: planned as if it were off."""
-    checkpoint, moe = config.activation_checkpoint, config.moe
+    checkpoint = config.activation_checkpoint
     notes = ["activation_checkpoint.mode = 'selective'"] if checkpoint.mode == "selective" else []
-    if moe.save != "preact":
-        notes.append(f"moe.save = {moe.save!r}")
-    if moe.recv_capacity_factor is not None:
-        notes.append(f"moe.recv_capacity_factor = {moe.recv_capacity_factor}")
+    if config.moe.experts == "sequential":
+        notes.append("moe.experts = 'sequential'")
     targets = checkpoint.targets if checkpoint.mode == "targets" else []
     for key, asked in (("activation_checkpoint", targets), ("activation_offload", config.activation_offload.targets)):
         notes += [f"{key}.targets: {target!r}" for target in asked if _is_pattern(target)]
@@ -197,6 +200,7 @@ def config_of(flags: Flags) -> JobConfig:
     parallelism.pipeline_parallel_schedule = flags.schedule or ("Interleaved1F1B" if flags.vpp > 1 else "1F1B")
     parallelism.pipeline_parallel_microbatch_size = flags.mbs if flags.pp > 1 else 1
     config.moe.dispatcher = None if flags.ep * flags.etp == 1 else flags.dispatcher
+    config.moe.save, config.moe.recv_capacity_factor = flags.moe_save, flags.recv_capacity_factor
     training.seq_len = flags.seq
     data = max(1, flags.gpus // max(1, flags.tp * flags.cp * flags.pp))
     training.global_batch_size = flags.gbs or 8 * flags.pp * flags.mbs * data

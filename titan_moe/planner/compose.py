@@ -54,6 +54,12 @@ def refusal(s: object, y: object, c: object) -> str:
         return "ETP leaves ranks without a part of an expert"
     if not pieces_leave_none(s.experts, c.ep):
         return "EP leaves ranks without experts"
+    if c.recv_capacity_factor > 0 and c.ep * c.etp == 1:
+        return "a bound on received rows needs EP or ETP"
+    if c.recv_capacity_factor > 0 and c.seq // c.cp % c.tp > 0:
+        return "a bound on received rows needs equally many tokens on all ranks"
+    if c.recv_capacity_factor > 0 and c.imbalance > c.recv_capacity_factor:
+        return "the busiest rank gets more rows than the bound"
     if c.cp > 1 and c.seq % (2 * c.cp) > 0:
         return "the sequence does not divide into 2 x CP chunks"
     dp = stage // (c.tp * c.cp)
@@ -144,6 +150,8 @@ def compose(s: object, c: object, stages: list) -> dict:
         "cp_method": "allgather",
         "offload_fraction": 1,
         "offload_least": 0,
+        "moe_save": c.moe_save,
+        "recv_capacity_factor": c.recv_capacity_factor,
         "document_mask": False,
         "exact": False,
     }

@@ -10,8 +10,9 @@ translates. ``y`` is a ``systems.System``.
 from math import log2
 
 from titan_moe.models.count import attention_gemms, keys_per_query, score_flops
-from titan_moe.planner.activations import BF16, routed_rows, stored, tokens_of
+from titan_moe.planner.activations import BF16, FP32, stored
 from titan_moe.planner.collectives import exchange, link, ring
+from titan_moe.planner.rows import routed_rows, tokens_of
 
 FORWARD_KERNELS = 60
 BACKWARD_KERNELS = 100
@@ -69,15 +70,19 @@ def linear_seconds(s: object, run: object, y: object, names: list) -> float:
     return total
 
 
+def first_linear_seconds(s: object, run: object, y: object) -> float:
+    """Forward seconds of the first of the routed experts' grouped products."""
+    local = s.experts / run.ep
+    hidden = s.expert_hidden / run.etp
+    return local * gemm(y, run.precision, routed_rows(s, run) / local, s.expert_dim, s.halves * hidden)
+
+
 def expert_seconds(s: object, run: object, y: object) -> float:
     """Forward seconds of the routed experts' grouped products, and of LatentMoE's projections."""
-    rows = routed_rows(s, run)
     local = s.experts / run.ep
-    each = rows / local
     hidden = s.expert_hidden / run.etp
-    one = gemm(y, run.precision, each, s.expert_dim, s.halves * hidden)
-    one += gemm(y, run.precision, each, hidden, s.expert_dim)
-    total = local * one
+    total = first_linear_seconds(s, run, y)
+    total += local * gemm(y, run.precision, routed_rows(s, run) / local, hidden, s.expert_dim)
     if s.latent_dim > 0:
         total += 2 * gemm(y, run.precision, tokens_of(run) / run.tp, s.dim, s.latent_dim)
     return total
@@ -116,6 +121,8 @@ def elementwise_bytes(s: object, run: object, dense: bool) -> dict:
         permute = 4 * rows * s.expert_dim * BF16 + t * s.experts * 8
         if run.precision != "bf16":
             lows += rows * (s.expert_dim + hidden) * (BF16 + 2 * f)
+        if run.moe_save == "preact_fp8":
+            lows += rows * s.halves * hidden * (BF16 + 1 + FP32 / 128)
     return {"norms": norms, "glue": glue, "activation": act, "permutation": permute, "quantisation": lows}
 
 
@@ -208,9 +215,10 @@ def recompute_seconds(
     s: object, run: object, y: object, dense: bool, forward: dict, moved: dict, memory: float
 ) -> float:
     """Seconds that the backward pass of a layer spends on doing parts of the forward pass again."""
+    # Parts that run again as a whole keep no more than they did at first.
+    total = first_linear_seconds(s, run, y) if run.moe_save == "input" and not dense else 0
     if "full" in run.recompute:
-        return total_of(forward)
-    total = 0
+        return total + total_of(forward)
     if "layernorm" in run.recompute:
         total += moved["norms"] / memory
     if "qk_norm" in run.recompute:

@@ -15,6 +15,7 @@ from titan_moe.observe.memory import TensorTracker, total_bytes
 from titan_moe.planner.command import own_options
 from titan_moe.planner.memory import kept_bytes
 from titan_moe.planner.predict import predict
+from titan_moe.planner.rows import held_rows
 from titan_moe.planner.run import Options, Run, plan_of
 from titan_moe.planner.systems import System, system_of
 
@@ -102,8 +103,9 @@ class Foresight:
 
     def _as_routed(self, shape: Shape, run: Run) -> tuple[Run, str]:
         """The run with the rows that this rank's experts had, which no plan can know, and words that say so."""
-        even = run.mbs * run.seq / run.cp / run.tp * shape.top_k * run.etp
-        if not self.rows or all(rows == even for rows in self.rows):
+        even = held_rows(shape, run)
+        # With a bound there is as much room whatever comes.
+        if run.recv_capacity_factor or not self.rows or all(rows == even for rows in self.rows):
             return run, ""
         share = sum(self.rows) / len(self.rows) / even
         return replace(run, imbalance=share), f" (with this rank's experts at {share:.0%} of even routing, as measured)"

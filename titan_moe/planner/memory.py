@@ -14,9 +14,10 @@ from titan_moe.models.count import (
     mtp_joint_parameters,
     router_parameters,
 )
-from titan_moe.planner.activations import all_bytes, bytes_with, head_rows, layer_rows, mtp_rows, routed_rows, tokens_of
+from titan_moe.planner.activations import all_bytes, bytes_with, head_rows, layer_rows, mtp_rows
 from titan_moe.planner.own_activations import own_model_rows, own_output_rows
 from titan_moe.planner.parameters import stage_entries
+from titan_moe.planner.rows import held_rows, tokens_of
 from titan_moe.planner.schedules import folds, in_flight, keeps_all, order_of, rank_of, round_size
 
 GIB = 1024 * 1024 * 1024
@@ -154,7 +155,7 @@ def buffer_rows(s: object, run: object, stages: list) -> list:
     moe = s.num_dense < s.num_layers
     if moe and run.memory_efficient_permutation:
         # Where it is not kept for the gradient of the routing weights, it still exists until it is combined.
-        rows.append(["experts' output", routed_rows(s, run) * s.expert_dim * 2])
+        rows.append(["experts' output", held_rows(s, run) * s.expert_dim * 2])
     if run.ep_overlap and moe:
         rows.append(["overlapped micro-batch", bytes_with(layer_rows(s, run, False), run, "kept")])
     if run.tp > 1:

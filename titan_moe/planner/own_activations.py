@@ -6,8 +6,12 @@ the keys (``titan_moe.models.attention``). Under tensor parallelism with sequenc
 shared out keep their gathered input. Written in the part of Python that ``to_js`` translates.
 """
 
+from titan_moe.planner.rows import held_rows, tokens_of
+
 FP32 = 4
 INT64 = 8
+FIRST_LINEAR = "first linear"
+"""In the place of a recompute target: what ``moe.save = "input"`` makes again."""
 
 
 def named(targets: list, asked: list) -> str:
@@ -34,14 +38,9 @@ def own_row(
     }
 
 
-def local_tokens(run: object) -> float:
-    """Tokens of a micro-batch whose sequences context parallelism shares out."""
-    return run.mbs * run.seq / run.cp
-
-
 def stream_tokens(run: object) -> float:
     """Tokens of the residual stream on one rank."""
-    return local_tokens(run) / run.tp if run.sequence_parallel else local_tokens(run)
+    return tokens_of(run) / run.tp if run.sequence_parallel else tokens_of(run)
 
 
 def gathers(run: object) -> bool:
@@ -51,7 +50,7 @@ def gathers(run: object) -> bool:
 
 def own_latent_rows(s: object, run: object) -> list:
     """Saved tensors of multi-head latent attention, but for what the softmax saves."""
-    T = local_tokens(run)
+    T = tokens_of(run)
     w = run.compute_bytes
     wide = max(w, FP32)
     H = s.heads / run.tp
@@ -76,7 +75,7 @@ def own_latent_rows(s: object, run: object) -> list:
 
 def own_head_norm_rows(s: object, run: object) -> list:
     """Saved tensors of the norms of queries and keys, which come before their rotation."""
-    T = local_tokens(run)
+    T = tokens_of(run)
     w = run.compute_bytes
     wide = max(w, FP32)
     H = s.heads / run.tp
@@ -102,7 +101,7 @@ def own_head_norm_rows(s: object, run: object) -> list:
 
 def own_softmax_rows(s: object, run: object) -> list:
     """Saved tensors of attention's products: queries, keys, values, and what came out."""
-    T = local_tokens(run)
+    T = tokens_of(run)
     w = run.compute_bytes
     H = s.heads / run.tp
     G = H if s.latent else s.kv_heads / run.tp
@@ -164,7 +163,7 @@ def own_attention_rows(s: object, run: object) -> list:
     if s.latent or not gathers(run):
         rows.append(own_row(run, "norm", t, s.dim, w, "weight gradient of the projections", ["layernorm"], projections))
     if gathers(run) and (not s.latent or s.q_lora == 0):
-        whole = local_tokens(run)
+        whole = tokens_of(run)
         rows.append(own_row(run, "norm, gathered", whole, s.dim, w, "weight gradient of q, k, v", [], projections))
     if s.latent:
         rows.extend(own_latent_rows(s, run))
@@ -178,7 +177,7 @@ def own_attention_rows(s: object, run: object) -> list:
 
 def own_dense_rows(s: object, run: object) -> list:
     """Saved tensors of the dense feed-forward of a layer."""
-    T = local_tokens(run)
+    T = tokens_of(run)
     w = run.compute_bytes
     why = "weight gradient of the feed-forward"
     rows = []
@@ -196,12 +195,13 @@ def own_dense_rows(s: object, run: object) -> list:
 
 def own_routed_rows(s: object, run: object) -> list:
     """Saved tensors of the router, the exchange and the experts."""
-    t = local_tokens(run) / run.tp
+    t = tokens_of(run) / run.tp
     w = run.compute_bytes
     wide = max(w, FP32)
     sent = t * s.top_k
     travel = run.ep * run.etp > 1
-    R = sent * run.etp * run.imbalance
+    R = held_rows(s, run)
+    bounded = run.recv_capacity_factor > 0
     rows = []
     # Rows that travelled are kept instead, and so is the router's copy in fp32.
     shared = s.shared_hidden > 0 and (run.tp == 1 or s.shared_gate)
@@ -214,14 +214,23 @@ def own_routed_rows(s: object, run: object) -> list:
         rows.append(own_row(run, "router input", t, s.dim, FP32, "weight gradient of the router", ["moe"], ["moe"]))
     rows.append(own_row(run, "logits, scores", t, s.experts + s.top_k + 1, wide, "router", ["moe"], ["moe"]))
     rows.append(own_row(run, "expert ids", t, s.top_k, INT64, "backward of the router", ["moe"], ["moe"]))
-    rows.append(own_row(run, "row map", sent * run.etp, 2, INT64, "backward of the permutation", ["moe"], ["moe"]))
+    mapped = sent * run.etp
+    # With a bound, what is sent has as much room as what is received.
+    mapped += R if bounded else mapped
+    rows.append(own_row(run, "row map", mapped, 1, INT64, "backward of the permutation", ["moe"], ["moe"]))
     rows.append(own_row(run, "routing weights", R, 1, wide, "backward of the experts", ["moe"], ["moe"]))
     if travel:
         why = "weight gradient of w1"
         rows.append(own_row(run, "received rows", R, s.expert_dim, w, why, ["moe"], ["expert_fc1", "moe"]))
         rows.append(own_row(run, "received map", R, 2, INT64, "backward of the dispatch", ["moe"], ["moe"]))
     hidden = s.halves * s.expert_hidden / run.etp
-    rows.append(own_row(run, "z", R, hidden, w, "backward of the experts", ["moe"], ["moe_act", "moe"]))
+    why = "backward of the experts"
+    if run.moe_save == "preact_fp8":
+        rows.append(own_row(run, "z in FP8", R, hidden, 1, why, ["moe"], ["moe_act", "moe"]))
+        rows.append(own_row(run, "scales of z", R, -(-hidden // 128), FP32, why, ["moe"], ["moe_act", "moe"]))
+    else:
+        again = FIRST_LINEAR if run.moe_save == "input" else "moe"
+        rows.append(own_row(run, "z", R, hidden, w, why, [again], ["moe_act", "moe"]))
     if s.latent_dim > 0:
         why = "weight gradients of the projections"
         rows.append(own_row(run, "latent in and out", t, 2 * s.latent_dim, w, why, ["moe"], ["moe"]))
@@ -230,7 +239,7 @@ def own_routed_rows(s: object, run: object) -> list:
 
 def own_shared_rows(s: object, run: object) -> list:
     """Saved tensors of the shared expert."""
-    T = local_tokens(run)
+    T = tokens_of(run)
     w = run.compute_bytes
     width = s.shared_hidden / run.tp
     again = ["shared_expert", "moe"]
@@ -265,7 +274,7 @@ def own_layer_rows(s: object, run: object, dense: bool) -> list:
 
 def own_head_rows(s: object, run: object) -> list:
     """Saved tensors of the final norm, the head and the loss, for one set of logits."""
-    T = local_tokens(run)
+    T = tokens_of(run)
     t = stream_tokens(run)
     w = run.compute_bytes
     wide = max(w, FP32)

@@ -14,7 +14,7 @@ from titan_moe.planner.systems import System, systems
 from titan_moe.planner.to_js import formulas
 
 TEMPLATE = Path(__file__).with_name("page.html")
-CHOICES = "gpus tp cp pp vpp ep etp mbs gbs seq schedule".split()
+CHOICES = "gpus tp cp pp vpp ep etp mbs gbs seq schedule moe_save recv_capacity_factor".split()
 
 
 def page(flags: Flags, run: Run, system: System) -> str:

@@ -5,10 +5,11 @@ Written in the part of Python that ``to_js`` translates: the page computes with 
 """
 
 from titan_moe.models.count import active_parameters, mtp_is_dense, parameters, training_flops
-from titan_moe.planner.activations import BF16, bytes_with, layer_rows, tokens_of
+from titan_moe.planner.activations import BF16, bytes_with, layer_rows
 from titan_moe.planner.collectives import exchange, link, ring
 from titan_moe.planner.costs import head_seconds, joint_seconds, layer_seconds, total_of
 from titan_moe.planner.memory import held_stages, limit_gib, rank_memory, report_memory, stage_parameters
+from titan_moe.planner.rows import tokens_of
 from titan_moe.planner.schedules import folds, order_of, rank_of, round_size, simulate
 
 SIMULATED = 9000

@@ -131,6 +131,10 @@ class Run:
     """Share of the bytes of each target that travels."""
     offload_least: float
     """Bytes of the smallest tensor that does."""
+    moe_save: str
+    """What the experts keep of their pre-activation: ``preact``, ``input`` (nothing), ``preact_fp8``."""
+    recv_capacity_factor: float
+    """Rows that a rank has room for over those of even routing; 0: as many as come."""
     document_mask: bool
     """The attention gets a mask of documents (this project's own modules only)."""
     exact: bool = False
@@ -168,6 +172,12 @@ def plan_of(config: JobConfig, gpus: int, options: Options, system: System) -> t
     _check_precision(options, system)
     if options.engine == "megatron":
         _check_recompute(options, model)
+    bound = config.moe.recv_capacity_factor
+    if bound is not None and options.imbalance > bound:
+        raise ConfigError(
+            f"--imbalance {options.imbalance} is beyond moe.recv_capacity_factor = {bound}: every step would run "
+            "twice. Raise the bound, or leave it out."
+        )
     mbs = parallelism.pipeline_parallel_microbatch_size if degrees.pp > 1 else batch.local
     titan = options.engine == "titan"
     dtype, compute = resolved_dtypes(config)
@@ -202,6 +212,8 @@ def plan_of(config: JobConfig, gpus: int, options: Options, system: System) -> t
         cp_method=parallelism.context_parallel_method,
         offload_fraction=config.activation_offload.fraction if titan else 1,
         offload_least=config.activation_offload.min_bytes if titan else 0,
+        moe_save=config.moe.save,
+        recv_capacity_factor=config.moe.recv_capacity_factor or 0,
         document_mask=titan and training.document_mask,
         **{f.name: getattr(options, f.name) for f in fields(Options) if f.name != "moments"},
     )

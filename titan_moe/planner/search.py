@@ -303,6 +303,7 @@ class _View:
 
     def __init__(self, place: Flags, method: dict[str, Any]) -> None:
         self.__dict__ |= vars(place) | {"lengths": options_of(place).lengths} | method
+        self.recv_capacity_factor = place.recv_capacity_factor or 0
 
 
 def _layouts(shape: Shape, flags: Flags, cost: list[float]) -> list[tuple[str, list[list[int]]]]:
@@ -337,7 +338,7 @@ def _layouts(shape: Shape, flags: Flags, cost: list[float]) -> list[tuple[str, l
 def _layout(item: Found) -> dict[str, Any]:
     """A candidate as the options of the command, with its speed."""
     names = "tp cp pp vpp ep etp mbs gbs schedule pp_layout precision recompute offload dispatcher ep_overlap".split()
-    names += ["cuda_graph", "moments", "memory_efficient_permutation"]
+    names += ["cuda_graph", "moments", "memory_efficient_permutation", "moe_save", "recv_capacity_factor"]
     options = {name: getattr(item.flags, name) for name in names}
     return options | {"tokens_per_s_per_gpu": item.speed, "bound_by": binding_wall(item.result)}
 

@@ -28,6 +28,10 @@ def layout_line(run: Run) -> str:
     shown = " ".join(f"{name}{value}" for name, value in parts.items() if value > 1 or name in ("TP", "PP", "EP"))
     options = [run.precision, run.dispatcher]
     options += [name for name, on in (("overlap", run.ep_overlap), ("graphs", run.cuda_graph)) if on]
+    if run.moe_save != "preact":
+        options.append(f"experts keep {run.moe_save}")
+    if run.recv_capacity_factor:
+        options.append(f"room for {run.recv_capacity_factor:g} x even rows")
     if run.recompute:
         options.append("recompute " + ", ".join(run.recompute))
     if run.offload:

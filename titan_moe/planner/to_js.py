@@ -13,6 +13,7 @@ from pathlib import Path
 MODULES = (
     "titan_moe.models.count",
     "titan_moe.planner.schedules",
+    "titan_moe.planner.rows",
     "titan_moe.planner.own_activations",
     "titan_moe.planner.activations",
     "titan_moe.planner.parameters",
