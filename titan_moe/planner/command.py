@@ -61,8 +61,8 @@ class Flags:
     """Routing weights in the activation; the report's Table 3 is without."""
     moe_save: Literal["preact", "input", "preact_fp8"] = "preact"
     """What experts keep beside their input: the pre-activation, nothing, or the pre-activation in FP8."""
-    recv_capacity_factor: float | None = None
-    """Rows that a rank has room for, over those of even routing; by default as many as come."""
+    recv_capacity_factor: float = 0.0
+    """Rows that a rank has room for, over those of even routing; 0: as many as come."""
     moments: Literal["fp32", "bf16"] = "fp32"
     """Format of the optimizer's moments."""
     imbalance: float = 1.0
@@ -200,7 +200,7 @@ def config_of(flags: Flags) -> JobConfig:
     parallelism.pipeline_parallel_schedule = flags.schedule or ("Interleaved1F1B" if flags.vpp > 1 else "1F1B")
     parallelism.pipeline_parallel_microbatch_size = flags.mbs if flags.pp > 1 else 1
     config.moe.dispatcher = None if flags.ep * flags.etp == 1 else flags.dispatcher
-    config.moe.save, config.moe.recv_capacity_factor = flags.moe_save, flags.recv_capacity_factor
+    config.moe.save, config.moe.recv_capacity_factor = flags.moe_save, flags.recv_capacity_factor or None
     training.seq_len = flags.seq
     data = max(1, flags.gpus // max(1, flags.tp * flags.cp * flags.pp))
     training.global_batch_size = flags.gbs or 8 * flags.pp * flags.mbs * data

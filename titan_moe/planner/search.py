@@ -303,7 +303,6 @@ class _View:
 
     def __init__(self, place: Flags, method: dict[str, Any]) -> None:
         self.__dict__ |= vars(place) | {"lengths": options_of(place).lengths} | method
-        self.recv_capacity_factor = place.recv_capacity_factor or 0
 
 
 def _layouts(shape: Shape, flags: Flags, cost: list[float]) -> list[tuple[str, list[list[int]]]]:
