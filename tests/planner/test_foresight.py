@@ -12,6 +12,8 @@ import pytest
     "words",
     [
         ["--model.name", "qwen3_moe"],
+        ["--model.name", "qwen3_moe", "--moe.save", "input"],
+        ["--model.name", "qwen3_moe", "--moe.save", "preact_fp8"],
         ["--model.name", "deepseek_v3", "--model.override.mtp_depth", "1", "--training.document_mask"],
     ],
 )

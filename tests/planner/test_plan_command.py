@@ -43,6 +43,35 @@ def test_every_option_is_taken(capsys):
     assert without["params_total"] == pytest.approx(671.03e9, rel=1e-4)
 
 
+def test_running_the_up_projection_again_costs_its_flops(capsys):
+    words = [
+        "--model",
+        "qwen3_moe_30b_a3b",
+        "--system",
+        "h100",
+        "--gpus",
+        "8",
+        "--ep",
+        "8",
+        "--seq",
+        "4096",
+        "--gbs",
+        "64",
+    ]
+    kept, again = answer(capsys, *words), answer(capsys, *words, "--moe-save", "input")
+    # 48 layers, 8 experts a token, gate and up from 2048 to 768 each; 64 x 4096 tokens on 8 GPUs of 989 TFLOPS.
+    least = 48 * 8 * 2 * 2048 * 2 * 768 * 64 * 4096 / 8 / 989e12
+    assert least < again["step_time_s"] - kept["step_time_s"] < 2.5 * least
+    assert again["memory_gib"]["activations"] < kept["memory_gib"]["activations"]
+
+
+def test_more_imbalance_than_the_bound_on_rows_is_refused(capsys):
+    words = [*V3, "--recv-capacity-factor", "1.2"]
+    answer(capsys, *words, "--imbalance", "1.2")
+    with pytest.raises(ConfigError, match=r"--imbalance 1\.3 is beyond moe\.recv_capacity_factor = 1\.2"):
+        answer(capsys, *words, "--imbalance", "1.3")
+
+
 def test_the_reports_rank_rule(capsys):
     memory = answer(capsys, *V3, "--rank-rule", "report")["memory_gib"]
     assert memory["activations"] == pytest.approx(131.0, rel=5e-3)

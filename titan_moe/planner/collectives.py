@@ -1,9 +1,9 @@
 """Seconds of the collectives (report sections 3.1, 4.2 and Table 7).
 
 The plain all-to-all sends every row, ``T K h 2 (EP - 1) / EP`` bytes per rank, with a bound as many as there is room
-for. DeepEP and HybridEP send a token once
-to each rank inside an NVLink domain, and once to each node across the network, where group-limited routing also
-bounds the nodes. Written in the part of Python that ``to_js`` translates. ``y`` is a ``systems.System``.
+for. DeepEP and HybridEP send a token once to each rank inside an NVLink domain, and once to each node across the
+network, where group-limited routing also bounds the nodes. Written in the part of Python that ``to_js`` translates.
+``y`` is a ``systems.System``.
 """
 
 from math import comb
