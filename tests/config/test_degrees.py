@@ -5,6 +5,7 @@ from math import prod
 
 import pytest
 import torch
+from degree_names import NAMES
 
 from titan_moe.config.degrees import (
     Degrees,
@@ -17,19 +18,9 @@ from titan_moe.config.degrees import (
 from titan_moe.config.job import Parallelism
 from titan_moe.errors import ConfigError
 
-KEYS = {
-    "dpr": "data_parallel_replicate_degree",
-    "dps": "data_parallel_shard_degree",
-    "cp": "context_parallel_degree",
-    "tp": "tensor_parallel_degree",
-    "pp": "pipeline_parallel_degree",
-    "ep": "expert_parallel_degree",
-    "etp": "expert_tensor_parallel_degree",
-}
-
 
 def parallelism(**degrees):
-    return Parallelism(**{KEYS[name]: value for name, value in degrees.items()})
+    return Parallelism(**{NAMES[name]: value for name, value in degrees.items()})
 
 
 def resolve(world, **degrees):
@@ -87,10 +78,10 @@ def test_coordinates_are_those_of_the_unravelled_rank():
         assert list(at_dense) == list(degrees.dense) and list(at_expert) == list(degrees.expert)
 
 
-@pytest.mark.parametrize("name", KEYS)
+@pytest.mark.parametrize("name", ["dpr", "dps", "cp", "tp", "pp", "ep", "etp"])
 @pytest.mark.parametrize("value", [0, -2])
 def test_a_degree_below_one_is_refused(name, value):
-    with pytest.raises(ConfigError, match=rf"{KEYS[name]} = {value}: must be at least 1"):
+    with pytest.raises(ConfigError, match=rf"{NAMES[name]} = {value}: must be at least 1"):
         resolve(8, **{name: value})
 
 
